@@ -67,10 +67,10 @@ def publish_checkpoint(temporary: Path, target: Path) -> None:
 
 def write_name(file: str, checkpoint: Path) -> None:
     """Write a checkpoint's name atomically into `file`, "latest" or "good", next to it."""
-    new = checkpoint.parent / f"{file}.tmp"
-    new.write_text(checkpoint.name + "\n", encoding="utf-8")
-    flush(new)
-    new.replace(checkpoint.parent / file)
+    temporary = checkpoint.parent / f"{file}.tmp"
+    temporary.write_text(checkpoint.name + "\n", encoding="utf-8")
+    flush(temporary)
+    temporary.replace(checkpoint.parent / file)
     flush(checkpoint.parent)
 
 
@@ -208,16 +208,16 @@ def members_of(path: Path) -> list[tuple[str, int, int, int]]:
     if not path.name.startswith(FRAGMENTS):
         return []
     try:
-        header, data = read_header(path)
+        header, data_begin = read_header(path)
         begin, end = header[CHECKSUMS]["data_offsets"]
         with open(path, "rb") as file:
-            file.seek(data + begin)
+            file.seek(data_begin + begin)
             checksums = struct.unpack(f"<{(end - begin) // 8}q", file.read(end - begin))
         names = [name for name in header if name not in ("__metadata__", CHECKSUMS)]
         # From where the data begin; the header is what precedes it.
-        ranges = [(-data, 0), *(header[name]["data_offsets"] for name in names)]
+        ranges = [(-data_begin, 0), *(header[name]["data_offsets"] for name in names)]
         members = zip(["header", *names], ranges, checksums, strict=True)
-        return [(name, data + first, last - first, checksum) for name, (first, last), checksum in members]
+        return [(name, data_begin + first, last - first, checksum) for name, (first, last), checksum in members]
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise OSError(f"{path.name}: {error}") from None
 

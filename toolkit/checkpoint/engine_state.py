@@ -102,7 +102,7 @@ def flat_tensors(engine: deepspeed.DeepSpeedEngine, changes: bool = False) -> It
         order: _Order = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
         for flat in _rank_partitions(optimizer.single_partition_of_fp32_groups, optimizer, order):
             parameters = [piece.parameter for piece in flat.pieces]
-            # Muon's momentum has full parameters, even if other ranks have the other pieces (_muon_momentum_buffer).
+            # Unless offloaded, Muon's momentum has full parameters, with pieces of other ranks (_muon_momentum_buffer).
             if parameters and getattr(parameters[0], "use_muon", False) and not optimizer.cpu_offload:
                 flat.full_offsets = dict(zip(map(id, parameters), _offsets(parameters), strict=True))
             flat.is_transposed = optimizer.zenflow  # it updates columns, and keeps each in one stretch
@@ -174,21 +174,22 @@ def has_factored_states(engine: deepspeed.DeepSpeedEngine) -> bool:
     return type(engine.basic_optimizer).__name__ == "Adafactor"
 
 
-def contents(engine: deepspeed.DeepSpeedEngine, held: StoredTensors) -> Iterator[Content]:
+def contents(engine: deepspeed.DeepSpeedEngine, stored: StoredTensors) -> Iterator[Content]:
     """Yield the content of each file that this rank writes, as views of its memory: one file, or with states on NVMe
     one for each sub-group, as host memory may not hold them all. A collective if partitioned frozen parameters are
     saved.
     """
-    names, group = {id(parameter): name for name, parameter in held.parameters.items()}, engine.seq_data_parallel_group
+    names = {id(parameter): name for name, parameter in stored.parameters.items()}
+    group = engine.seq_data_parallel_group
     rank, size = distributed.get_rank(group), distributed.get_world_size(group)
     saves_buffers = process_group.tensor_rank() == 0 and rank == 0  # all ranks have the same
-    fragments = list(_buffer_fragments(held)) if saves_buffers else []
+    fragments = list(_buffer_fragments(stored)) if saves_buffers else []
     is_factored = has_factored_states(engine)
     for flat in flat_tensors(engine):
         states = _classify_states(flat, is_factored)
         for piece in flat.pieces:
             name = names[id(piece.parameter)]
-            if _is_saved_here(held, name, piece.parameter):
+            if _is_saved_here(stored, name, piece.parameter):
                 share = _rank_share(piece, rank, size) if flat.shared else piece
                 fragments.append(_trained_fragment(engine, flat, share, name, states))
                 if is_factored and rank == 0:  # states of the whole parameter, which all ranks have: written once
@@ -196,15 +197,15 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: StoredTensors) -> Iterator
         if engine.zero_nvme_offload_optimizer():
             yield content_of(fragments)
             fragments = []
-    fragments += _frozen_fragments(engine, held)
+    fragments += _frozen_fragments(engine, stored)
     if fragments:
         yield content_of(fragments)
 
 
-def _is_saved_here(held: StoredTensors, name: str, parameter: torch.nn.Parameter) -> bool:
+def _is_saved_here(stored: StoredTensors, name: str, parameter: torch.nn.Parameter) -> bool:
     """Whether this rank saves its part of a parameter. A tensor group's first rank saves what all have."""
     is_first = process_group.tensor_rank() == 0
-    return name not in held.saved_elsewhere and (is_first or process_group.is_part(parameter))
+    return name not in stored.saved_elsewhere and (is_first or process_group.is_part(parameter))
 
 
 def _trained_fragment(
@@ -228,10 +229,10 @@ def _trained_fragment(
     return fragment
 
 
-def _frozen_fragments(engine: deepspeed.DeepSpeedEngine, held: StoredTensors) -> Iterator[Fragment]:
+def _frozen_fragments(engine: deepspeed.DeepSpeedEngine, stored: StoredTensors) -> Iterator[Fragment]:
     """Yield this rank's share of each frozen parameter. A collective if they are partitioned."""
-    for name, parameter in held.frozen():
-        if not _is_saved_here(held, name, parameter):
+    for name, parameter in stored.frozen():
+        if not _is_saved_here(stored, name, parameter):
             continue
         group = _ranks_with_copies(engine, parameter)
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
@@ -294,9 +295,9 @@ def _fragment(
     return Fragment(name, shape, position, parameter.dtype, process_group.part_of(parameter), values, numbers)
 
 
-def _buffer_fragments(held: StoredTensors) -> Iterator[Fragment]:
-    """Yield the model's buffers."""
-    for name, buffer in held.buffers.items():
+def _buffer_fragments(stored: StoredTensors) -> Iterator[Fragment]:
+    """Yield a fragment with a copy of each buffer of the model."""
+    for name, buffer in stored.buffers.items():
         value = buffer.detach().reshape(-1).to("cpu", copy=True)  # it changes in forward passes
         yield Fragment(name, tuple(buffer.shape), 0, buffer.dtype, values={WEIGHT: value})
 

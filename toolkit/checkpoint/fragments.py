@@ -86,8 +86,8 @@ def content_of(fragments: Iterable[Fragment]) -> Content:
     tensors: dict[str, torch.Tensor] = {}
     facts: dict[str, Any] = {}
     for fragment in fragments:
-        for kind in (fragment.values, fragment.scales, fragment.bound):
-            tensors |= {f"{state}:{fragment.name}": value.detach() for state, value in kind.items()}
+        for tensor_by_state in (fragment.values, fragment.scales, fragment.bound):
+            tensors |= {f"{state}:{fragment.name}": value.detach() for state, value in tensor_by_state.items()}
         facts[fragment.name] = {
             "shape": list(fragment.shape),
             "place": fragment.position,

@@ -23,9 +23,9 @@ from toolkit.distributed import process_group
 from toolkit.messages import CheckpointError
 
 
-def restore(engine: deepspeed.DeepSpeedEngine, held: StoredTensors, fragments: Fragments) -> None:
+def restore(engine: deepspeed.DeepSpeedEngine, stored: StoredTensors, fragments: Fragments) -> None:
     """Restore an engine's weights and optimizer states; CheckpointError if anything is missing. A collective."""
-    names = {id(parameter): name for name, parameter in held.parameters.items()}
+    names = {id(parameter): name for name, parameter in stored.parameters.items()}
     optimizer, is_factored = engine.optimizer, has_factored_states(engine)
     is_zero3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
     if is_zero3:
@@ -51,7 +51,7 @@ def restore(engine: deepspeed.DeepSpeedEngine, held: StoredTensors, fragments: F
             for piece in flat.pieces:
                 weights = flat.tensor.detach().reshape(-1).narrow(0, piece.offset, piece.length)
                 piece.parameter.data.copy_(weights.view_as(piece.parameter))
-    _restore_unoptimized(held, fragments)
+    _restore_unoptimized(stored, fragments)
 
 
 def _restore_piece(flat: FlatTensor, piece: Piece, name: str, fragments: Fragments, is_factored: bool) -> None:
@@ -63,6 +63,7 @@ def _restore_piece(flat: FlatTensor, piece: Piece, name: str, fragments: Fragmen
     _restore_numbers(flat, fragments.numbers(name))
     if is_factored:
         flat.state.update((state, value.to(flat.tensor.device)) for state, value in fragments.bound(name).items())
+    # States of 8 bits are read by `_restore_8_bits`, the sum by zenflow_state.restore.
     states = set() if is_factored or flat.has_8_bits else fragments.states(name) - {ZENFLOW_SUM}
     for state in sorted(states):
         if isinstance(flat.state.get(state), torch.Tensor):
@@ -161,12 +162,12 @@ def _restore_8_bits(flat: FlatTensor, number: int, names: Mapping[int, str], fra
         target.copy_(torch.bucketize(value, (levels[1:] + levels[:-1]) / 2, out_int32=True))
 
 
-def _restore_unoptimized(held: StoredTensors, fragments: Fragments) -> None:
+def _restore_unoptimized(stored: StoredTensors, fragments: Fragments) -> None:
     """Restore buffers, if they were saved, and frozen parameters."""
-    for name, buffer in held.buffers.items():
+    for name, buffer in stored.buffers.items():
         if name in fragments.facts:
             buffer.data.copy_(fragments.whole(name))
-    for name, parameter in held.frozen():
+    for name, parameter in stored.frozen():
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if not hasattr(parameter, "ds_id") or distributed.get_rank() == 0:  # ZeRO-3 takes it from rank 0
                 value = fragments.read(name, WEIGHT, 0, parameter.numel(), process_group.part_of(parameter))

@@ -101,7 +101,7 @@ class HostCopies:
 
     def __init__(self) -> None:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or get_accelerator().device_count() or 1
-        self.left_to_lock = psutil.virtual_memory().total // 4 // ranks
+        self.left_to_lock = psutil.virtual_memory().total // 4 // ranks  # of a quarter for all ranks here
         self.buffers: list[torch.Tensor] = []
         self.used = 0
         self.waiting: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -183,6 +183,7 @@ def capture_generators() -> dict[str, torch.Tensor]:
 def restore_generators(states: Mapping[str, torch.Tensor]) -> None:
     """Set all random generators of this process to the states that `capture_generators` returned."""
     gauss = states["python_gauss"].tolist()
+    # 3: the version of the format in which Python's `getstate` gives it.
     random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
     position, has_gauss = states["numpy_place"].tolist()
     words = states["numpy"].numpy().astype(np.uint32)

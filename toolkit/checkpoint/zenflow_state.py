@@ -132,7 +132,7 @@ def _split_by_rank(columns: torch.Tensor | None, choices: list[tuple[int, int, i
 def _choose_in_next_step(optimizer: Any) -> None:
     """Let ZenFlow choose columns in the next step, too; it does so once in `select_interval` steps."""
     is_due = optimizer.is_zenflow_select_boundary
-    next_step: int | None = None
+    next_step: int | None = None  # known at the first call, which that step makes
 
     def is_due_or_next() -> bool:
         nonlocal next_step
