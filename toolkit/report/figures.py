@@ -50,18 +50,18 @@ def events_of(run: Run) -> list[Event]:
         if isinstance(step, int) and not isinstance(step, bool):
             events.append(Event(step, tr("restart"), tr("started again after step {step}", step=step), GREY))
     events += [Event(step, tr("bad step"), printable(text), RED) for step, text in run.bad_steps]
-    bad = {step for name, step, _ in run.history.events if name == "bad_steps"}  # they are counted as skipped too
-    unused_files = len(run.bad_steps)
+    steps_counted_bad = {step for name, step, _ in run.history.events if name == "bad_steps"}  # as skipped, too
+    files_left = len(run.bad_steps)
     for name, step, count in run.history.events:
         if name == "rewinds":
             events.append(Event(step, tr("rewind"), tr("went back to a checkpoint"), PURPLE))
         elif name == "bad_steps":
             # Those with files are events already. They are counted, as after a rewind their rows have other steps.
-            unused_files -= count
-            if unused_files < 0:  # more are counted than have files: a full disk had no room for them
-                text = tr("steps with NaN or Inf, or a spike: {count}", count=min(count, -unused_files))
+            files_left -= count
+            if files_left < 0:  # more are counted than have files: a full disk had no room for them
+                text = tr("steps with NaN or Inf, or a spike: {count}", count=min(count, -files_left))
                 events.append(Event(step, tr("bad step"), text, RED))
-        elif name == "skipped_steps" and step not in bad:
+        elif name == "skipped_steps" and step not in steps_counted_bad:
             events.append(Event(step, tr("skipped"), tr("steps skipped: {count}", count=count), CYAN))
         elif name not in COUNTERS:
             events.append(Event(step, tr("NaN or Inf"), tr("{figure} was NaN or Inf", figure=name), RED))
