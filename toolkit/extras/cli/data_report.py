@@ -26,9 +26,10 @@ def run(words: list[str]) -> None:
     first = words[0] if words else ""
     is_file_of_recipe = first.endswith((".yaml", ".yml"))
     is_name_of_recipe = first in known_recipes() and not Path(first).exists()
+    # Without words, too: `parse_checked` says that the recipe is missing.
     is_recipe = not words or "=" in first or is_file_of_recipe or is_name_of_recipe
-    special: list[str] = []  # the tokenizer's control strings; of a file alone none is known
-    prepared = None  # the report of tokenizing, likewise
+    control_strings: list[str] = []  # the tokenizer's; of a file alone none is known
+    tokenizing_report = None  # likewise
     if not is_recipe:
         optional = ("output", "format", "workers")
         usage = "toolkit data-report DATA"
@@ -48,13 +49,14 @@ def run(words: list[str]) -> None:
         from toolkit.tasks.language_data import load_data
 
         loaded = load_data(cfg)
-        prepared, special = loaded.report, [str(token) for token in loaded.tokenizer.all_special_tokens]
+        tokenizing_report = loaded.report
+        control_strings = [str(token) for token in loaded.tokenizer.all_special_tokens]
     from toolkit.data.sources import locate_all, row_limits
     from toolkit.disk import write_atomically
     from toolkit.extras.data_report import data_page, inspect_files
 
     files = locate_all(data, cache_dir)
-    facts = inspect_files(files, special, positive_int(values, "workers") or 0, row_limits(data, files))
-    title = values.get("path") or cfg.recipe
-    write_atomically(output, data_page(title, facts, files, prepared).encode("utf-8", errors="backslashreplace"))
+    facts = inspect_files(files, control_strings, positive_int(values, "workers") or 0, row_limits(data, files))
+    page = data_page(values.get("path") or cfg.recipe, facts, files, tokenizing_report)
+    write_atomically(output, page.encode("utf-8", errors="backslashreplace"))
     say("The data report: {file}", file=output)

@@ -24,7 +24,8 @@ from toolkit.extras.doctor import agents, examine, findings
 from toolkit.launch import deepspeed, hostfile
 from toolkit.messages import ConfigError, LaunchError, choose_language, say, tr
 
-_OWN = ("quick", "timeout_s")
+_SETTINGS = ("quick", "timeout_s")
+"""Arguments of the doctor itself."""
 _SIGNS = {findings.ERROR: "FAIL", findings.WARNING: "warn", findings.NOTE: "note", "": "ok"}
 
 
@@ -38,16 +39,16 @@ def run(words: list[str]) -> int:
     if "--report" in words:
         return _write_report([word for word in words if word != "--report"])
     started = time.monotonic()
-    _, options, rest = deepspeed.typed_options(words)
-    own_words = [word for word in rest if word.startswith(tuple(f"{name}=" for name in _OWN))]
-    settings = dict(word.split("=", 1) for word in own_words)
-    overrides = [word for word in rest if word not in own_words]
-    if not choose_language(overrides):  # at most language=, which is no recipe
-        overrides = []
+    _, launcher_options, arguments = deepspeed.typed_options(words)
+    prefixes = tuple(f"{name}=" for name in _SETTINGS)
+    settings = dict(word.split("=", 1) for word in arguments if word.startswith(prefixes))
+    overrides = [word for word in arguments if not word.startswith(prefixes)]
+    without_language = choose_language(overrides)  # from here on, messages are in it
+    overrides = overrides if without_language else []  # language= alone names no recipe
     is_quick = one_of(settings, "quick", ("false", "true")) == "true"
-    options_here = ("--report", *deepspeed.OPTIONS)
-    cfg = parse(overrides, names=_OWN, options=options_here).loaded.cfg if overrides else RunConfig()
-    examination = examine.plan_examination(options, overrides, cfg)
+    options_taken_out = ("--report", *deepspeed.OPTIONS)  # a misspelt option may mean one of them
+    cfg = parse(overrides, names=_SETTINGS, options=options_taken_out).loaded.cfg if overrides else RunConfig()
+    examination = examine.plan_examination(launcher_options, overrides, cfg)
     _reject_example(examination.resources)
     examination.limit_s = float(positive_int(settings, "timeout_s") or examination.limit_s)
     examination.run(is_quick)

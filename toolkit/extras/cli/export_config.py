@@ -113,7 +113,7 @@ def _fit_buckets(ds: DsConfig, cfg: RunConfig) -> None:
     outline = None
     if cfg.model.init is Init.pretrained:  # the vocabulary of a random model is known once its tokenizer is fitted
         with suppress(ConfigError):
-            outline = cached_outline(replace(cfg, task=TaskConfig()))
+            outline = cached_outline(replace(cfg, task=TaskConfig()))  # without the teacher that distilling needs
     if outline is None or cfg.tuning.adapter or cfg.parallel.pipeline > 1 or not cfg.task.is_language:
         ds.omit("{key} is limited to the parameters that are trained, once they are known: see the run's.", key=key)
         return

@@ -31,8 +31,8 @@ _USAGE = "toolkit import-config FILE [DEEPSPEED.json] [world_size=8] [output=FIL
 def run(words: list[str]) -> None:
     """Convert the files, write or print the recipe, and print what is not the same."""
     paths = [word for word in words if "=" not in word and not word.startswith("-")]
-    rest = [word for word in words if word not in paths]
-    arguments = named_arguments(rest, required=(), optional=("world_size", "output"), usage=_USAGE)
+    named_words = [word for word in words if word not in paths]
+    arguments = named_arguments(named_words, required=(), optional=("world_size", "output"), usage=_USAGE)
     if not 1 <= len(paths) <= 2:
         raise ConfigError("give one file, and its DeepSpeed JSON if it has one: {usage}", usage=_USAGE)
     check_output(arguments)

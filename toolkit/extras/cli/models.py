@@ -39,13 +39,14 @@ def run(words: list[str]) -> int:
     """List the models of model=NAME, or print facts of directories; return 2 if one cannot be trained, else 0."""
     # A path may hold a =, as in runs/lr=1e-4, but not before its first /.
     paths = [word for word in words if not word.startswith("-") and ("=" not in word or "/" in word.partition("=")[0])]
-    rest = [word for word in words if word not in (*paths, "--json")]
+    named_words = [word for word in words if word not in (*paths, "--json")]
     optional = ("max_length",) if paths else ()
-    values = command_line.named_arguments(rest, required=(), optional=optional, usage=_USAGE)
-    is_text = len(paths) == 1 and not os.path.exists(paths[0]) and "/" not in paths[0]
-    is_full_name = is_text and (conf_folder() / "model" / f"{paths[0]}.yaml").is_file()
-    if not paths or (is_text and not is_full_name):  # `model_folders` rejects a full name, and says how to download it
-        _list_groups("".join(paths))
+    values = command_line.named_arguments(named_words, required=(), optional=optional, usage=_USAGE)
+    is_no_path = len(paths) == 1 and not os.path.exists(paths[0]) and "/" not in paths[0]  # but a name or part of some
+    is_full_name = is_no_path and (conf_folder() / "model" / f"{paths[0]}.yaml").is_file()
+    # Of a full name no list is asked: `model_folders` rejects it, and says how to download the model.
+    if not paths or (is_no_path and not is_full_name):
+        _list_groups(paths[0] if paths else "")
         return 0
     max_length = command_line.positive_int(values, "max_length") or DataConfig().max_length
     from toolkit.extras.model_facts import facts_of, model_folders
@@ -69,7 +70,9 @@ def _print(lines: list[str]) -> None:
 
 
 def _list_groups(text: str) -> None:
-    """List the models of model=NAME, those with a text in their names."""
+    """List the models of model=NAME, those with a text in their names. If there are none, the ConfigError also says
+    that there is no directory of this name, which may have been meant.
+    """
     rows = list[tuple[str, ...]]()
     for path in sorted((conf_folder() / "model").glob("*.yaml")):
         values = read(path).values

@@ -121,7 +121,7 @@ def _preferences_error(arguments: Mapping[str, str], loss: str) -> ConfigError:
     is_shipped = "/" not in model and not Path(model).is_dir()
     words = [f"model={model}"] if is_shipped else ["model=hf", f"model.path={model}"]
     words += [f"data={data}", *([f"columns={arguments['columns']}"] if arguments.get("columns") else [])]
-    words += [] if loss == "dpo" else [f"preference={loss}"]
+    words += [] if loss == "dpo" else [f"preference={loss}"]  # dpo is the recipe's own
     return ConfigError(
         "preferences ({data}) have recipes of their own, which toolkit new does not make (docs/preference.md):  "
         "toolkit launch --num_gpus N recipe=qwen3_dpo {words}",
@@ -143,7 +143,7 @@ def _ask(arguments: dict[str, str], name: str, question: str, check: Callable[[M
             break
         except ToolkitError as error:
             warn(str(error))
-            if not _ask_columns(arguments, error, check):
+            if not _ask_columns(arguments, error, check):  # then another value is asked for
                 del arguments[name]
     if not arguments.get(name):
         raise ConfigError("{name} is missing: {usage}", name=name, usage=_USAGE)

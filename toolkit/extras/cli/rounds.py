@@ -45,11 +45,11 @@ OWN = ("prompts", "rounds", "reward", "min_reward", "pattern", "least", "most", 
 def run(words: list[str]) -> int:
     """Check the arguments and do the rounds; return the exit code."""
     environment.reject_if_rank()
-    launcher, options, rest = deepspeed.typed_options(words)
-    if any(word.startswith(("data=", "data.sources")) for word in rest):
+    launcher, options, typed = deepspeed.typed_options(words)
+    if any(word.startswith(("data=", "data.sources")) for word in typed):
         raise ConfigError(tr("data= has no effect: rounds learn from the pairs that they make. Give prompts=FILE."))
     # Each round's data are made later: any name stands for them while the recipe is checked.
-    arguments = parse_checked([*rest, "data=pairs.jsonl"], names=OWN, files=False)
+    arguments = parse_checked([*typed, "data=pairs.jsonl"], names=OWN, files=False)
     settings, cfg = arguments.values, arguments.loaded.cfg
     for name in ("prompts", "reward"):
         if not settings.get(name):
@@ -62,7 +62,8 @@ def run(words: list[str]) -> int:
         raise ConfigError(tr("min_reward has an effect without a preference loss only. Remove it."))
     if "timeout_s" in settings and not settings.get("server"):
         raise ConfigError("{name} has an effect with {owner}= only. Remove it.", name="timeout_s", owner="server")
-    positive_int(settings, "timeout_s")
+    positive_int(settings, "timeout_s")  # only checked here
+    # A server that is a command of the user's own gets all GPUs; else each GPU has a process.
     shares_gpus = bool(settings.get("server")) and not check_server(settings["server"])
     if not deepspeed.hostfile_of(options):
         hostfile.check_visible_devices_here(options)
@@ -80,7 +81,7 @@ def run(words: list[str]) -> int:
     plan = RoundsPlan(
         cfg=cfg,
         launcher=launcher,
-        words=[word for word in rest if word.partition("=")[0] not in OWN],
+        words=[word for word in typed if word.partition("=")[0] not in OWN],
         prompts=Path(settings["prompts"]).absolute(),
         reward=reward,
         rounds=positive_int(settings, "rounds") or 3,

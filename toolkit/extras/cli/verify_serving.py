@@ -57,12 +57,12 @@ def run(words: list[str]) -> None:
             "compared.",
             folder=folder,
         )
-        encoder, held, train_on = load_chat_encoder(folder), [], TrainOn.auto
+        encoder, conversations, train_on = load_chat_encoder(folder), [], TrainOn.auto
     else:
         encoder, train_on = build_encoder(cfg), cfg.data.train_on
-        held = serving.held_conversations(cfg.data, Path(cfg.prepare.dir))
+        conversations = serving.held_conversations(cfg.data, Path(cfg.prepare.dir))
     findings = serving.verify_serving(
-        folder, encoder, held, train_on=train_on, programs=programs, style=style_of(color)
+        folder, encoder, conversations, train_on=train_on, programs=programs, style=style_of(color)
     )
     sys.stdout.write("\n".join(serving.lines_of(findings)) + "\n")
     failed = [finding for finding in findings if finding.state == serving.FAILED]
