@@ -129,11 +129,11 @@ def serve(compose: Callable[[Sequence[str]], RunConfig]) -> None:
         "clock": lambda: {"time": time.time()},
         "listen": agent.listen,
         # Try the others, and look for their files.
-        "reach": lambda marks, **others: {
-            "peers": facts.can_connect(**others),
+        "reach": lambda marks, **arguments: {
+            "peers": facts.can_connect(**arguments),
             "shared": {name: Path(mark).exists() for name, mark in marks.items()},
         },
-        "speed": lambda **other: {"mb_s": facts.link_speed(**other)},
+        "speed": lambda **arguments: {"mb_s": facts.link_speed(**arguments)},
         "collective": agent.collective,
     }
     try:
@@ -232,11 +232,12 @@ def _through_ssh(command: Sequence[str], host: str, ssh: SshOptions) -> list[str
     this folder, which is first on Python's path. Other variables are sent later, where no list of processes shows them.
     """
     folder = os.getcwd()
-    path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+    python_path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
     source = f"source {shlex.quote(ssh.script)}; " if ssh.script else ""
-    inside = f"{source}cd {shlex.quote(folder)} || exit {NO_FOLDER}; PYTHONPATH={shlex.quote(path)} exec "
+    # What a shell on the host does before it becomes `command`.
+    before = f"{source}cd {shlex.quote(folder)} || exit {NO_FOLDER}; PYTHONPATH={shlex.quote(python_path)} exec "
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_S}", "-o", f"SendEnv={PACKED}"]
-    return ["ssh", *ssh.arguments, *options, host, inside + shlex.join(command)]
+    return ["ssh", *ssh.arguments, *options, host, before + shlex.join(command)]
 
 
 class Hosts:
@@ -245,7 +246,7 @@ class Hosts:
     def __init__(self, names: Sequence[str], ssh: SshOptions) -> None:
         self.hosts: dict[str, Host] = {}
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        needed = 100 + 8 * len(names)  # three pipes for each agent, whose other ends are open too while it starts
+        needed = 100 + 8 * len(names)  # each agent's three pipes, both ends while it starts, and some to spare
         can_raise = hard == resource.RLIM_INFINITY or hard >= needed
         if soft < needed and can_raise:
             resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -122,8 +122,8 @@ def _short_homes(text: str) -> str:
     """Return a text with `~` in place of home directories: this user's, and those of a run copied from elsewhere.
     `/home/ann/data` -> `~/data`; `/mnt/home/ann` and, if /root is the home, `/root2` stay.
     """
-    own = {str(Path.home()), str(Path.home().resolve())} - {"/"}
-    longest_first = sorted(own, key=len, reverse=True)  # one may be the beginning of the other
+    homes_of_user = {str(Path.home()), str(Path.home().resolve())} - {"/"}
+    longest_first = sorted(homes_of_user, key=len, reverse=True)  # one may be the beginning of the other
     homes = "|".join([*map(re.escape, longest_first), _HOMES])
     # Whole names only, and only where a path begins: no letter of a path stands before or directly behind.
     return re.sub(rf"(?<![\w.~-])(?:{homes})(?![\w.-])", "~", text)

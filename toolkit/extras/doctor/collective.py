@@ -75,8 +75,8 @@ def _measure_all_reduce(device: torch.device, rank: int, size: int) -> dict[str,
 
 
 def _measure_ring_transfer(device: torch.device, rank: int, size: int, nbytes: int) -> float:
-    """Send `nbytes` from each rank to the next, first from even ones, so that pairs share no network card. Return the
-    seconds that this rank took to receive from the one before it.
+    """Send `nbytes` (at least one number) from each rank to the next, first from even ones, so that pairs share no
+    network card. Return the seconds that this rank took to receive from the one before it.
     """
     values, receive_s = torch.zeros(max(1, nbytes // _FLOAT_BYTES), device=device), 0.0
     before, after = (rank - 1) % size, (rank + 1) % size

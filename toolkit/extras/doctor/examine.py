@@ -252,6 +252,7 @@ class Examination:
         """Return the variables of each rank, as a launcher sets them. `slots`: by rank its host, the host's GPUs, and
         the local rank. Each rank sees all GPUs of its host, as with DeepSpeed's launcher.
         """
+        # On this machine alone any port does.
         port = self.master_port if self.ssh.through_ssh else environment.free_port()
         shared = {"WORLD_SIZE": str(len(slots)), "MASTER_ADDR": self._master(), "MASTER_PORT": str(port)}
         if interface := self.cfg.distributed.interface:

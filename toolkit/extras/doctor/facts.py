@@ -145,10 +145,15 @@ def of_recipe(cfg: schema.RunConfig, environ: Mapping[str, str]) -> dict[str, An
 
 
 def _missing_kernels(cfg: schema.RunConfig) -> str:
-    """Return what is said of optional packages that the recipe's model would use; "" where its type is not known."""
-    with contextlib.suppress(ConfigError):
-        return "" if cfg.model.init is schema.Init.random else kernels.describe_missing(config_of(cfg))
-    return ""
+    """Return a sentence about the optional packages that the recipe's model would use and that are not installed; "" if
+    there are none, for a random model, and where the model's type is not known.
+    """
+    if cfg.model.init is schema.Init.random:  # a GLM, which uses none of them
+        return ""
+    try:
+        return kernels.describe_missing(config_of(cfg))
+    except ConfigError:  # neither its config.json nor its group is here
+        return ""
 
 
 def version(name: str) -> str:
@@ -248,8 +253,10 @@ def _model_fingerprint(model: schema.ModelConfig) -> dict[str, Any]:
     from huggingface_hub import try_to_load_from_cache
 
     missing = {"path": model.path, "is_missing": True}
+    if not Path(model.path).name:  # "", where no path is set: it would be the working directory
+        return missing
     if not files.is_hub_name(model.path):
-        return _fingerprint(model.path, partial(_visible, Path(model.path))) if Path(model.path).name else missing
+        return _fingerprint(model.path, partial(_visible, Path(model.path)))
     cached_config = try_to_load_from_cache(model.path, "config.json", revision=model.revision or None)
     if not isinstance(cached_config, str):
         return missing
@@ -271,9 +278,9 @@ def _fingerprint(path: str, files: Callable[[], Iterable[Path]]) -> dict[str, An
     """
     digest, total = hashlib.sha256(), 0
     try:
-        names = sorted(file for file in files() if file.is_file())
-        blocks = max(1, min(_BLOCKS, _BLOCKS_OF_ALL // max(1, len(names))))  # of each file: fewer if there are many
-        for file in names:
+        paths = sorted(file for file in files() if file.is_file())
+        blocks = max(1, min(_BLOCKS, _BLOCKS_OF_ALL // max(1, len(paths))))  # of each file: fewer if there are many
+        for file in paths:
             size = file.stat().st_size
             total += size
             digest.update(f"{file.name} {size}\n".encode())
@@ -284,7 +291,7 @@ def _fingerprint(path: str, files: Callable[[], Iterable[Path]]) -> dict[str, An
                     digest.update(handle.read(_BLOCK))
     except (OSError, ToolkitError) as error:
         return {"path": path, "error": str(error)}
-    if not names:
+    if not paths:
         return {"path": path, "error": "No such file or directory"}
     return {"path": path, "hash": digest.hexdigest()[:16], "bytes": total}
 
@@ -434,7 +441,7 @@ def _full_size(address: str, mtu: int, peer: Mapping[str, Any]) -> bool | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.bind((address, 0))
         udp.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)
-        udp.settimeout(LIMIT_S / 6)
+        udp.settimeout(LIMIT_S / 6)  # six times at most: of two sizes three datagrams each
 
         def comes_back(size: int) -> bool:
             """Whether one of three datagrams of this size comes back."""
@@ -494,8 +501,8 @@ def chosen_card(network: Mapping[str, Any], interface: str, backend: str) -> tup
             names = [name for name, card in cards.items() if card["address"].startswith("127.")]
     else:
         up = [name for name, card in cards.items() if card["up"]]
-        names = [name for name in up if name.startswith("ib")]
-        names = names or [name for name in up if not name.startswith(_BRIDGES)] or up
+        infiniband = [name for name in up if name.startswith("ib")]
+        names = infiniband or [name for name in up if not name.startswith(_BRIDGES)] or up
     return (names[0], cards[names[0]]) if names else ("", {})
 
 
