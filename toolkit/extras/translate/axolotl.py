@@ -75,14 +75,14 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
     if config.has("plugins") or config.has("liger_fused_linear_cross_entropy"):
         _plugins(config, draft)
     _method(config, draft)
-    kind = str(config.get("rl") or "")
-    if kind and kind not in _LOSSES:
+    rl = str(config.get("rl") or "")
+    if rl and rl not in _LOSSES:
         raise config.without_counterpart("rl", _LOSSES)
-    _data(config, draft, kind)
+    _data(config, draft, rl)
     if config.flag("reward_model"):
         set_reward(config, draft, "reward_model")
-    elif kind:
-        _preference(config, draft, kind)
+    elif rl:
+        _preference(config, draft, rl)
     for name, value in {"eager_attention": "eager", "sdp_attention": "sdpa"}.items():
         if config.has(name) and config.flag(name):
             draft.put("model.attention", value, name)
@@ -144,8 +144,8 @@ def _plugins(config: ForeignConfig, draft: RecipeDraft) -> None:
     names = [name.rpartition(".")[2] for name in config.names("plugins")]
     if _LIGER in names:
         draft.put("kernels.liger", "always", "plugins", "liger_fused_linear_cross_entropy")
-    if rest := [name for name in names if name not in (_LIGER, _CUT)]:
-        draft.lost["plugins"] = tr("{names} has no counterpart", names=", ".join(rest))
+    if unknown := [name for name in names if name not in (_LIGER, _CUT)]:
+        draft.lost["plugins"] = tr("{names} has no counterpart", names=", ".join(unknown))
 
 
 def _method(config: ForeignConfig, draft: RecipeDraft) -> None:
@@ -190,30 +190,30 @@ def _names_of_pattern(pattern: str) -> list[str]:
     return [f"{name}{last_name[2]}" for name in last_name[1].split("|")]
 
 
-def _preference(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
-    """Set the loss of pairs or rated answers with its weights; `kind`: the value of `rl`. With `rl: dpo`, TRL's
+def _preference(config: ForeignConfig, draft: RecipeDraft, rl: str) -> None:
+    """Set the loss of pairs or rated answers with its weights; `rl`: the value of this key. With `rl: dpo`, TRL's
     `loss_type` may choose another loss of its DPOTrainer; TRL can add several up, which has no counterpart.
     """
-    loss, loss_key = _LOSSES[kind], "rl"
-    losses = config.names("loss_type") if kind == "dpo" else []
+    loss, loss_key = _LOSSES[rl], "rl"
+    losses = config.names("loss_type") if rl == "dpo" else []
     if losses:
         loss, loss_key = losses[0], "loss_type"
         if len(losses) > 1 or loss not in _DPO_LOSSES:
             raise config.without_counterpart("loss_type", _DPO_LOSSES)
-    terms = {"cpo_alpha": config.number("cpo_alpha")} if kind == "simpo" else {}
+    terms = {"cpo_alpha": config.number("cpo_alpha")} if rl == "simpo" else {}
     if config.has("rpo_alpha"):
         terms = {"rpo_alpha": config.number("rpo_alpha")}
     set_preference(config, draft, loss, {"beta": "beta", "loss": loss_key, "smoothing": "label_smoothing"}, terms)
 
 
-def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
-    """Set data, handling of too long rows, and packing; `kind`: the value of `rl`, or ""."""
+def _data(config: ForeignConfig, draft: RecipeDraft, rl: str) -> None:
+    """Set data, handling of too long rows, and packing; `rl`: the value of this key, or ""."""
     is_text = config.has("pretraining_dataset")
     key = "pretraining_dataset" if is_text else "datasets"
     if not config.get(key):
         raise config.without_data(key)
-    draft.put("data.sources", _sources(config, draft, key, kind), key)
-    validation = _sources(config, draft, "test_datasets", kind) if config.has("test_datasets") else []
+    draft.put("data.sources", _sources(config, draft, key, rl), key)
+    validation = _sources(config, draft, "test_datasets", rl) if config.has("test_datasets") else []
     if validation:
         draft.put("data.validation", validation, "test_datasets")
     else:
@@ -223,10 +223,10 @@ def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
     if strategy not in ("drop", "truncate"):  # such as "raise"
         draft.lost["excess_length_strategy"] = tr("rows that are too long are dropped and counted")
         draft.put("data.too_long", "drop")
-    elif strategy == "drop" or not kind:  # pairs cannot be truncated here: the recipe's default drops them
+    elif strategy == "drop" or not rl:  # pairs cannot be truncated here: the recipe's default drops them
         # axolotl cuts the texts of pretraining into blocks, whatever the key says.
         draft.put("data.too_long", "split" if is_text else strategy, "excess_length_strategy")
-    if kind or config.flag("reward_model"):  # pairs and rated answers: the rest is for texts and conversations
+    if rl or config.flag("reward_model"):  # pairs and rated answers: the rest is for texts and conversations
         return
     if not is_text:
         draft.put("data.train_on", "all")
@@ -234,8 +234,8 @@ def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
         draft.put("data.packing", "packed", "sample_packing")
 
 
-def _sources(config: ForeignConfig, draft: RecipeDraft, key: str, kind: str) -> list[dict[str, Any]]:
-    """Return the items of `data.sources` for the datasets in `key`; those that cannot be read are noted. `kind`: the
+def _sources(config: ForeignConfig, draft: RecipeDraft, key: str, rl: str) -> list[dict[str, Any]]:
+    """Return the items of `data.sources` for the datasets in `key`; those that cannot be read are noted. `rl`: the
     value of `rl`.
     """
     value = config.get(key)
@@ -246,7 +246,7 @@ def _sources(config: ForeignConfig, draft: RecipeDraft, key: str, kind: str) -> 
         if key == "pretraining_dataset":
             row_settings: dict[str, Any] | None = named_format("text", {"text": entry.get("text_column")})
         else:
-            row_settings = _format(entry, kind, config.flag("reward_model"))
+            row_settings = _format(entry, rl, config.flag("reward_model"))
         if row_settings is None:
             shown = entry.get("type")
             draft.gaps.append(
@@ -259,8 +259,8 @@ def _sources(config: ForeignConfig, draft: RecipeDraft, key: str, kind: str) -> 
             continue
         if row_settings["format"] == "instruction":
             config.remark(key, "own_prompts")
-        if rest := _unread(entry):
-            draft.notes.append(tr("the dataset {name}: {keys} has no counterpart.", name=path, keys=", ".join(rest)))
+        if unread := _unread(entry):
+            draft.notes.append(tr("the dataset {name}: {keys} has no counterpart.", name=path, keys=", ".join(unread)))
         for location in _locations(entry, path, draft, key):
             sources.append({**location, **row_settings})
     return sources
@@ -351,13 +351,13 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _format(entry: dict[str, Any], kind: str, is_reward: bool) -> dict[str, Any] | None:
+def _format(entry: dict[str, Any], rl: str, is_reward: bool) -> dict[str, Any] | None:
     """Return format and columns of a dataset (`entry`), as `named_format` does; None if its type has no counterpart. A
-    type is a name such as alpaca, or a mapping of field names for rows of instruction and output. `kind`: the value of
+    type is a name such as alpaca, or a mapping of field names for rows of instruction and output. `rl`: the value of
     `rl`; `is_reward`: for a reward model.
     """
-    if kind or is_reward:
-        return _preference_format(entry, kind, is_reward)
+    if rl or is_reward:
+        return _preference_format(entry, rl, is_reward)
     row_type = entry.get("type")
     if isinstance(row_type, dict) and row_type:
         names = ("instruction", "input", "output", "system")
@@ -381,24 +381,24 @@ def _format(entry: dict[str, Any], kind: str, is_reward: bool) -> dict[str, Any]
     return None
 
 
-def _preference_format(entry: dict[str, Any], kind: str, is_reward: bool) -> dict[str, Any] | None:
+def _preference_format(entry: dict[str, Any], rl: str, is_reward: bool) -> dict[str, Any] | None:
     """Return format and columns of a dataset of pairs or rated answers; arguments and None as of `_format`. Types are
     called TEMPLATE.COLUMNS, such as chatml.argilla: the template is the model's here, the columns are looked up.
     """
     row_type = entry.get("type")
-    row_format = "labeled" if kind == "kto" else "reward" if is_reward else "preference"
+    row_format = "labeled" if rl == "kto" else "reward" if is_reward else "preference"
     if isinstance(row_type, dict) and row_type:
-        answers = {"completion": "field_completion", "label": "field_label"} if kind == "kto" else _PAIR
+        answers = {"completion": "field_completion", "label": "field_label"} if rl == "kto" else _PAIR
         fields = {"system": "field_system", "prompt": "field_prompt", **answers}
         return named_format(row_format, {ours: row_type.get(theirs) for ours, theirs in fields.items()})
-    base, last = _base_type(row_type), str(row_type).rpartition(".")[2]
-    of_type = {"prompt": "input"} if base == "bradley_terry" else names_of("axolotl_pairs").get(last)
+    base, columns_name = _base_type(row_type), str(row_type).rpartition(".")[2]
+    of_type = {"prompt": "input"} if base == "bradley_terry" else names_of("axolotl_pairs").get(columns_name)
     if of_type is None and base != "chat_template":
         return None
     of_type = of_type or {}  # our column -> the file's
     columns = {name: column for name, column in of_type.items() if name not in _PAIR}
     columns |= {"messages": entry.get("field_messages"), **_roles(entry)}
-    if kind != "kto":  # rated answers are no pairs
+    if rl != "kto":  # rated answers are no pairs
         columns |= {name: entry.get(f"field_{name}") or of_type.get(name) for name in _PAIR}
     return named_format(row_format, columns)
 

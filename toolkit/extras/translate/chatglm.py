@@ -42,17 +42,17 @@ def _data(config: ForeignConfig, draft: RecipeDraft) -> None:
     columns = {
         name: str(config.get(key)) for name, key in fields.items() if config.has(key) and config.get(key) != name
     }
-    rest: dict[str, Any] = {"format": "prompt_response"} | ({"columns": columns} if columns else {})
+    rows: dict[str, Any] = {"format": "prompt_response"} | ({"columns": columns} if columns else {})
     if config.has("train_file"):
-        draft.put("data.sources", [{"path": str(config.get("train_file")), **rest}], "train_file", *fields.values())
+        draft.put("data.sources", [{"path": str(config.get("train_file")), **rows}], "train_file", *fields.values())
     elif config.has("dataset_name"):
         subset = {"subset": str(config.get("dataset_config_name"))} if config.has("dataset_config_name") else {}
-        source = {"hub": str(config.get("dataset_name")), **subset, **rest}
+        source = {"hub": str(config.get("dataset_name")), **subset, **rows}
         draft.put("data.sources", [source], "dataset_name", *fields.values())
     else:
         raise ConfigError("{file}: there is no --train_file.", file=config.shown)
     if config.has("validation_file"):
-        source = {"path": str(config.get("validation_file")), **rest}
+        source = {"path": str(config.get("validation_file")), **rows}
         draft.put("data.validation", [source], "validation_file", *fields.values())
     else:
         draft.put("data.validation_fraction", 0.0)

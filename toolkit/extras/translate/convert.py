@@ -91,7 +91,7 @@ def _write_recipe(
     path = deepspeed_json or _named_json(config, folder, draft)
     if not path and draft.values.get("optim.name", ("", ""))[0] in ("adafactor", "adagrad"):
         draft.groups.setdefault("zero", "stage0")  # no stage goes with these (config/rules.yaml)
-    sections = ds_import.read_json(path, Problems())[0] if path else {}
+    sections = ds_import.read_json(path, Problems())[0] if path else {}  # `import_json` below tells its problems
     if "optimizer" in sections:
         draft.values.pop("optim.decay", None)  # transformers hands DeepSpeed one list of all parameters
     if "scheduler" in sections:
@@ -125,7 +125,7 @@ def _with_values(base: LoadedConfig, config: read.ForeignConfig, draft: programs
     for key, (value, source) in draft.values.items():
         first = source.split(", ")[0]
         values[key] = value, f"{config.location(first)} ({first})" if first else config.shown
-    loaded = replace(base, values, layer=1)
+    loaded = replace(base, values, layer=1)  # 1: a recipe's
     # A default of the other program is nobody's choice: a JSON may say something else.
     loaded.explicit = {key for key, (_, source) in draft.values.items() if source}
     return loaded

@@ -150,8 +150,8 @@ def _launcher(config: ForeignConfig, draft: RecipeDraft) -> None:
         config.spelled["fsdp_config"] = "--use_fsdp"
     if "config_file" in options:
         draft.lost["--config_file"] = tr("accelerate's file is not read: give what it says as options instead")
-    if rest := [f"--{name}" for name in options if name != "config_file"]:
-        draft.lost[", ".join(rest)] = tr("of the options of accelerate launch those are not read")
+    if unread := [f"--{name}" for name in options if name != "config_file"]:
+        draft.lost[", ".join(unread)] = tr("of the options of accelerate launch those are not read")
 
 
 _FSDP = ("fsdp", "fsdp_config", "fsdp_version", "dp_shard_size")
@@ -201,7 +201,8 @@ def _schedule(config: ForeignConfig, draft: RecipeDraft) -> None:
     ratio = config.number("warmup_ratio") if config.has("warmup_ratio") and not steps else 0.0
     key = "warmup_steps" if steps else "warmup_ratio"
     schedule = draft.values.get("schedule.name", ("cosine",))[0]
-    if schedule == "linear" or (schedule in ("cosine", "constant") and (steps or ratio)):  # DeepSpeed's
+    # DeepSpeed has these here, whose warm-up differs a little from the Trainer's.
+    if schedule == "linear" or (schedule in ("cosine", "constant") and (steps or ratio)):
         config.remark(key, "warmup_start")
     if (steps or ratio) and name == "constant":
         draft.lost[key] = tr("lr_scheduler_type = constant does not read it; constant_with_warmup does")
@@ -342,7 +343,7 @@ def _named_data(config: ForeignConfig, draft: RecipeDraft, trl: str) -> None:
     if trl:
         rows = {"format": {"kto": "labeled", "reward": "reward"}.get(trl, "preference")}
     else:
-        rows = _row_settings(config, draft)
+        rows = _set_text_options(config, draft)
     if any(map(config.has, _MIXTURES)):
         has_validation = _mixed_data(config, draft, rows, is_evaluated)
     elif config.has("dataset_name"):
@@ -423,14 +424,14 @@ def _source_of_mixture(entry: dict[str, Any]) -> dict[str, Any]:
     return {ours: entry[theirs] for ours, theirs in names.items() if entry.get(theirs) not in (None, "train", 1)}
 
 
-def _row_settings(config: ForeignConfig, draft: RecipeDraft) -> dict[str, Any]:
-    """Return format and columns of rows for TRL's sft and transformers' run_clm, {} if they do not say; set length,
-    packing and loss mask.
+def _set_text_options(config: ForeignConfig, draft: RecipeDraft) -> dict[str, Any]:
+    """Set length, packing and loss mask of transformers' run_clm or TRL's sft; return the format of their rows and its
+    columns, as items of `data.sources` have them: {} where the config does not say, and the rows themselves show it.
     """
-    if config.script == "run_clm" or config.has("block_size"):
+    if config.script == "run_clm" or config.has("block_size"):  # a key of run_clm alone
         draft.put("data.max_length", config.number("block_size", int), "block_size")
-        draft.put("data.packing", "packed", "block_size")
-        draft.put("data.too_long", "split", "block_size")  # it joins all texts and cuts them into blocks
+        draft.put("data.packing", "packed", "block_size")  # run_clm joins all texts and cuts them into blocks
+        draft.put("data.too_long", "split", "block_size")
         return {"format": "text"}
     if config.flag("packing"):
         draft.put("data.packing", "packed", "packing")
@@ -438,11 +439,13 @@ def _row_settings(config: ForeignConfig, draft: RecipeDraft) -> dict[str, Any]:
         draft.put("data.train_on", "all", "assistant_only_loss")
     elif config.script == "sft":
         draft.notes.append(f"assistant_only_loss: {sentence('train_on_prompt')}")
-    return named_format("text", {"text": config.get("dataset_text_field")}) if config.has("dataset_text_field") else {}
+    if not config.has("dataset_text_field"):
+        return {}
+    return named_format("text", {"text": config.get("dataset_text_field")})
 
 
-def _trl_settings(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
-    """Set what TRL's preference and reward configs mean; `kind`: as returned by `_trl_loss`. A note says so where only
+def _trl_settings(config: ForeignConfig, draft: RecipeDraft, trl: str) -> None:
+    """Set what TRL's preference and reward configs mean; `trl`: as returned by `_trl_loss`. A note says so where only
     the name of the file's directory tells whose config it is.
     """
     names_script = config.script in names_of("trl")
@@ -456,17 +459,17 @@ def _trl_settings(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
                 script=config.script,
             )
         )
-    if kind and names_script:
+    if trl and names_script:
         for name in ("loss_type", "beta"):
             config.remark(name, "")  # their sentence says that the config's class was guessed
-    if kind == "reward":
+    if trl == "reward":
         set_reward(config, draft)
-    if kind in ("", "reward"):
+    if trl in ("", "reward"):
         return
-    terms = {"cpo_alpha": config.number("cpo_alpha")} if kind in ("cpo", "simpo") else {}
-    if config.get("rpo_alpha") is not None and kind != "kto":
+    terms = {"cpo_alpha": config.number("cpo_alpha")} if trl in ("cpo", "simpo") else {}
+    if config.get("rpo_alpha") is not None and trl != "kto":
         terms = {"rpo_alpha": config.number("rpo_alpha")}
-    set_preference(config, draft, kind, {"beta": "beta", "loss": "loss_type", "smoothing": "label_smoothing"}, terms)
+    set_preference(config, draft, trl, {"beta": "beta", "loss": "loss_type", "smoothing": "label_smoothing"}, terms)
 
 
 def set_reward(config: ForeignConfig, draft: RecipeDraft, *sources: str) -> None:
@@ -483,7 +486,7 @@ def set_preference(
     """Set a preference loss, one of `preference.loss`. `keys`: the program's names of beta, loss and smoothing;
     `terms`: its key -> weight of the cross entropy of chosen answers that is added to the loss, none for {}.
     """
-    draft.groups["preference"] = "dpo" if loss == "sigmoid" else loss
+    draft.groups["preference"] = "dpo" if loss == "sigmoid" else loss  # which sets sigmoid
     draft.put("preference.loss", loss, keys["loss"])
     draft.put("preference.beta", config.number(keys["beta"]), keys["beta"])
     if loss in ("sigmoid", "robust", "simpo", "cpo"):

@@ -338,28 +338,28 @@ def _parse_command(words: list[str], program_index: int, line: int, variables: d
     """Parse a command whose program is `words[program_index]`: launcher options before it, arguments behind it. `line`:
     its number; `variables`: those of the script; `shown`: the script's name in messages.
     """
-    launcher, program, rest = words[:program_index], words[program_index], words[program_index + 1 :]
-    end = next((index for index, word in enumerate(rest) if re.match(r"[\d&]?>", word)), 0)  # a redirection
-    if end:  # at 0 arguments follow a redirection
-        rest = rest[:end]
-    values = _parse_arguments(rest, program, line, shown)
+    launcher, program, arguments = words[:program_index], words[program_index], words[program_index + 1 :]
+    # Arguments end at a redirection such as 2>&1, unless it comes first: then they follow it.
+    redirection = next((index for index, word in enumerate(arguments) if re.match(r"[\d&]?>", word)), 0)
+    arguments = arguments[:redirection] if redirection else arguments
+    values = _parse_arguments(arguments, program, line, shown)
     options = _launcher_options(launcher, program)
     accelerate: dict[str, str] = {}
     if any(word.rpartition("/")[2] == "accelerate" for word in launcher):
         accelerate = {name[2:]: "" if _UNKNOWN in value else value for name, value in options.items()}
     world_size = _world_size(launcher, options, variables)
-    return Command(values, line, world_size, _script_of(program, rest), accelerate)
+    return Command(values, line, world_size, _script_of(program, arguments), accelerate)
 
 
-def _script_of(program: str, rest: Sequence[str]) -> str:
-    """Return `Command.script` of a program and the words behind it: of `trl sft` sft, of `swift sft` and
+def _script_of(program: str, arguments: Sequence[str]) -> str:
+    """Return `Command.script` of a program and its arguments: of `trl sft` sft, of `swift sft` and
     .../swift/cli/sft.py "swift sft", of any other program its name without .py.
     """
     name = program.rpartition("/")[2].removesuffix(".py")
-    if name == "trl" and rest:
-        return rest[0]
-    if name == "swift" and rest:
-        return f"swift {rest[0]}"
+    if name == "trl" and arguments:
+        return arguments[0]
+    if name == "swift" and arguments:
+        return f"swift {arguments[0]}"
     is_swift = program.endswith(("swift/cli/sft.py", "swift/cli/pt.py", "swift/cli/rlhf.py"))
     return f"swift {name}" if is_swift else name
 
@@ -476,9 +476,9 @@ def read_all(paths: list[str], world_size: int | None) -> tuple[ForeignConfig, s
     """Return the one config among some files, and the path of the DeepSpeed JSON among them or ""; a ConfigError if
     files are unknown, none or too many. `world_size` None takes the command's number of ranks.
     """
-    read = [(path, _read_config(Path(path))) for path in paths]
-    configs = [config for _, config in read if config]
-    jsons = [path for path, config in read if not config]
+    path_configs = [(path, _read_config(Path(path))) for path in paths]
+    configs = [config for _, config in path_configs if config]
+    jsons = [path for path, config in path_configs if not config]
     if not configs:
         raise ConfigError(
             "{files}: this is a DeepSpeed JSON alone. Give deepspeed_json=FILE to any recipe, or the training "

@@ -71,7 +71,7 @@ def set_derived_defaults(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Translate the keys that only ms-swift has."""
-    kind = _kind(config)
+    rlhf = _rlhf_type(config)
     if config.has("torch_dtype"):
         dtype, _ = draft.values["precision.dtype"]
         names = ("torch_dtype", *(name for name in ("fp16", "bf16") if name in config.values))
@@ -79,16 +79,16 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
     _method_and_adapter(config, draft)
     set_added_tokens(config, draft, "new_special_tokens")
     set_chat_template(config, draft, "template", "swift_templates")
-    _data(config, draft, kind)
-    if kind == "rm":
+    _data(config, draft, rlhf)
+    if rlhf == "rm":
         set_reward(config, draft, "rlhf_type")
-    elif kind == "gkd":
+    elif rlhf == "gkd":
         _distillation(config, draft)
     elif config.get("task_type") == "seq_cls":
         draft.groups["task"] = "classify"
         draft.put("task.kind", "classify", "task_type")
-    elif kind:
-        _preference(config, draft, kind)
+    elif rlhf:
+        _preference(config, draft, rlhf)
     for theirs, ours in {
         "deepspeed_autotp_size": "parallel.tensor",
         "sequence_parallel_size": "parallel.sequence",
@@ -105,7 +105,7 @@ def translate_own_keys(config: ForeignConfig, draft: RecipeDraft) -> None:
         )
 
 
-def _kind(config: ForeignConfig) -> str:
+def _rlhf_type(config: ForeignConfig) -> str:
     """Return what `swift rlhf` trains (its rlhf_type), "" for other commands. ConfigError if that, or the task_type,
     has no counterpart: of tasks only causal_lm has one, and seq_cls with one label out of several.
     """
@@ -120,10 +120,10 @@ def _kind(config: ForeignConfig) -> str:
         )
     if config.script != "swift rlhf" and not config.has("rlhf_type"):
         return ""
-    kind = str(config.get("rlhf_type"))
-    if kind not in _LOSSES:
+    rlhf = str(config.get("rlhf_type"))
+    if rlhf not in _LOSSES:
         raise config.without_counterpart("rlhf_type", _LOSSES)
-    return kind
+    return rlhf
 
 
 def _distillation(config: ForeignConfig, draft: RecipeDraft) -> None:
@@ -157,18 +157,18 @@ def _distillation(config: ForeignConfig, draft: RecipeDraft) -> None:
         )
 
 
-def _preference(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
-    """Set the loss of pairs or rated answers with its weights; `kind`: the value of `rlhf_type`. For dpo the loss_type
+def _preference(config: ForeignConfig, draft: RecipeDraft, rlhf: str) -> None:
+    """Set the loss of pairs or rated answers with its weights; `rlhf`: the value of `rlhf_type`. For dpo the loss_type
     chooses among the losses of TRL's DPOTrainer.
     """
     losses = config.names("loss_type") or ["sigmoid"]
-    if kind == "dpo" and (len(losses) > 1 or losses[0] not in _DPO):
+    if rlhf == "dpo" and (len(losses) > 1 or losses[0] not in _DPO):
         raise config.without_counterpart("loss_type", _DPO)
-    loss = losses[0] if kind == "dpo" else kind
+    loss = losses[0] if rlhf == "dpo" else rlhf
     if not config.has("beta"):
-        config.set_defaults({"beta": _BETAS.get(kind, _BETA)})
-    terms = {"cpo_alpha": config.number("cpo_alpha")} if kind in ("cpo", "simpo") else {}
-    if config.has("rpo_alpha") and kind == "dpo":
+        config.set_defaults({"beta": _BETAS.get(rlhf, _BETA)})
+    terms = {"cpo_alpha": config.number("cpo_alpha")} if rlhf in ("cpo", "simpo") else {}
+    if config.has("rpo_alpha") and rlhf == "dpo":
         terms = {"rpo_alpha": config.number("rpo_alpha")}
     keys = {
         "beta": "beta",
@@ -214,8 +214,8 @@ def _has_validation(config: ForeignConfig) -> bool:
     return config.has("val_dataset") or config.number("split_dataset_ratio") > 0
 
 
-def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
-    """Set data, handling of too long rows, packing, and which answers are trained; `kind`: as returned by `_kind`."""
+def _data(config: ForeignConfig, draft: RecipeDraft, rlhf: str) -> None:
+    """Set data, handling of too long rows, packing, and which answers are trained; `rlhf`: as of `_rlhf_type`."""
     is_text = config.script == "swift pt"
     if is_text:
         draft.notes.append(
@@ -224,17 +224,17 @@ def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
                 "another."
             )
         )
-    draft.put("data.sources", _sources(config, draft, "dataset", kind, is_text), "dataset", "columns")
+    draft.put("data.sources", _sources(config, draft, "dataset", rlhf, is_text), "dataset", "columns")
     if config.has("val_dataset"):
-        draft.put("data.validation", _sources(config, draft, "val_dataset", kind, is_text), "val_dataset", "columns")
+        draft.put("data.validation", _sources(config, draft, "val_dataset", rlhf, is_text), "val_dataset", "columns")
     else:
         draft.put("data.validation_fraction", config.number("split_dataset_ratio"), "split_dataset_ratio")
     set_evaluation(config, draft, _has_validation(config))
     strategy = str(config.get("truncation_strategy"))
     if strategy not in _TOO_LONG:
         raise config.without_counterpart("truncation_strategy", _TOO_LONG)
-    is_language = kind in ("", "gkd") and config.get("task_type") == "causal_lm"
-    if kind not in ("", "gkd") and strategy != "delete":
+    is_language = rlhf in ("", "gkd") and config.get("task_type") == "causal_lm"
+    if rlhf not in ("", "gkd") and strategy != "delete":
         draft.lost["truncation_strategy"] = tr("pairs and rated answers that are too long are dropped")
     else:
         draft.put("data.too_long", _TOO_LONG[strategy], "truncation_strategy")
@@ -250,35 +250,35 @@ def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
         draft.lost["loss_scale"] = tr("default and last_round have counterparts; the recipe trains all answers")
 
 
-def _sources(config: ForeignConfig, draft: RecipeDraft, name: str, kind: str, is_text: bool) -> list[dict[str, Any]]:
+def _sources(config: ForeignConfig, draft: RecipeDraft, name: str, rlhf: str, is_text: bool) -> list[dict[str, Any]]:
     """Return the items of `data.sources` for the datasets in the key `name`, spelled as `_dataset_parts` says; those on
-    ModelScope, ms-swift's own hub, are left to the user with a note. `kind`: as returned by `_kind`; `is_text`: for
+    ModelScope, ms-swift's own hub, are left to the user with a note. `rlhf`: what `_rlhf_type` returns; `is_text`: for
     plain texts.
     """
     value = config.values.get(name)
     if not value:
         raise config.without_data(name)
     formats = {"": "auto", "gkd": "auto", "rm": "reward", "kto": "labeled"}
-    row_format = "text" if is_text else formats.get(kind, "preference")
+    row_format = "text" if is_text else formats.get(rlhf, "preference")
     if config.get("task_type") == "seq_cls":
         row_format = "classify"
     columns = _columns(config)
-    rest = {"format": row_format} | ({"columns": columns} if columns else {})
+    row_settings = {"format": row_format} | ({"columns": columns} if columns else {})
     sources = []
     for item in value if isinstance(value, list) else [value]:
         shown, hub, bare, subset, count = _dataset_parts(str(item))
         if not files.is_dataset_name(bare):
-            sources.append({"path": bare, **limit_rows(shown, count, draft), **rest})
+            sources.append({"path": bare, **limit_rows(shown, count, draft), **row_settings})
         elif hub == "HF" or config.flag("use_hf"):
             limit = limit_rows(shown, count, draft)
-            sources.append({"hub": bare, **({"subset": subset} if subset else {}), **limit, **rest})
+            sources.append({"hub": bare, **({"subset": subset} if subset else {}), **limit, **row_settings})
         else:
             draft.gaps.append(
                 tr(
                     "the dataset {name} is on ModelScope: `modelscope download --dataset {name} --local_dir DIR`, then "
                     "add {item} to data.sources.",
                     name=bare,
-                    item=str({"path": "DIR"} | ({"max_samples": count} if count else {}) | rest),
+                    item=str({"path": "DIR"} | ({"max_samples": count} if count else {}) | row_settings),
                 )
             )
     return sources
