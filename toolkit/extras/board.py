@@ -138,7 +138,7 @@ class Board:
         blank = [page.NONE] * (len(heads) - 2)  # cells behind the name and the state
         folders, is_cut = _directories(self.runs)
         runs_by_folder = self._read_in_threads("look", _runs_in, folders)
-        runs = [run for found in runs_by_folder.values() if isinstance(found, list) for run in found]
+        runs = [run for inner in runs_by_folder.values() if isinstance(inner, list) for run in inner]
         unread = {path: error for path, error in runs_by_folder.items() if isinstance(error, Exception)}
         outcomes = unread | self._read_in_threads("read", self._row, runs)
         rows = [self._listed_row(path, outcome, blank) for path, outcome in outcomes.items()]
@@ -253,14 +253,15 @@ class Board:
         process = self._start_tool("new", *words, f"output={file}")
 
         def lines() -> Iterator[str]:
-            """Yield the process's output, and what the form begins with."""
+            """Yield the JSON lines that `new` returns: the process's output, and after success what the recipe is."""
             for line in _output(process):
                 yield json.dumps({"text": line}) + "\n"
             if process.wait() == 0:
                 ranks = re.match(r"\d+", str(body.get("gpus", "")).strip())  # the 8 of 8x80GB
-                is_known = files.known_recipes().get(file.stem, Path()).absolute() == file.absolute()
-                made = {"file": str(file), "name": file.stem, "base": file.stem if is_known else ""}
-                yield json.dumps(made | {"ranks": ranks[0] if ranks else "1"}) + "\n"
+                path_by_name = files.known_recipes().get(file.stem, Path())  # what recipe=NAME would take
+                base = file.stem if path_by_name.absolute() == file.absolute() else ""
+                recipe = {"file": str(file), "name": file.stem, "base": base, "ranks": ranks[0] if ranks else "1"}
+                yield json.dumps(recipe) + "\n"
 
         return lines()
 
@@ -295,15 +296,15 @@ class Board:
         """
         if self.chat is None or self.chat.poll() is not None:
             raise messages.ConfigError(tr("no model is loaded."))
-        question = self.chat.stdin
+        questions = self.chat.stdin
 
         def lines() -> Iterator[str]:
             """Send the question, and yield the lines of its answer."""
-            assert question is not None
+            assert questions is not None
             with suppress(OSError, ValueError):  # the process has ended, which `_answer` says, or was closed
                 self.pending_answers += 1
-                question.write(json.dumps(str(body.get("text", ""))) + "\n")
-                question.flush()
+                questions.write(json.dumps(str(body.get("text", ""))) + "\n")
+                questions.flush()
             yield from self._answer()
 
         return lines()
@@ -416,8 +417,8 @@ class Guard:
             """Send a message with the security headers that it lacks."""
             if message["type"] == "http.response.start":
                 present = {name for name, _ in message["headers"]}
-                more = ((name.lower().encode(), value.encode()) for name, value in _HEADERS.items())
-                message["headers"] = [*message["headers"], *(pair for pair in more if pair[0] not in present)]
+                usual = ((name.lower().encode(), value.encode()) for name, value in _HEADERS.items())
+                message["headers"] = [*message["headers"], *(header for header in usual if header[0] not in present)]
             await send(message)
 
         rejected = PlainTextResponse(tr("Open the address that `toolkit board` has printed."), status_code=403)
@@ -631,7 +632,7 @@ class Launches:
 
     def is_alive(self, name: str) -> bool:
         """Whether the launcher that a board started for a run is still running."""
-        self._children = [child for child in self._children if child.poll() is None]
+        self._children = [child for child in self._children if child.poll() is None]  # else zombies would stay
         try:
             record = self._record(name)
             process = psutil.Process(record["pid"])
@@ -697,7 +698,7 @@ def recipe_text(body: Body, problems: messages.Problems) -> str:
     """
     tree: dict[str, Any] = {}
     for key, value in body.get("values", {}).items():
-        text = " ".join(str(value).split("\n"))  # a value is one line of the recipe: no second one adds other keys
+        text = str(value).replace("\n", " ")  # a value is one line of the recipe: no second one adds other keys
         try:
             files.parse(f"x: {text}", key)  # as it will stand behind its key
         except messages.ConfigError as error:
@@ -733,6 +734,7 @@ def examine_recipe(body: Body, folder: Path) -> dict[str, Any]:
         answer["text"] = recipe_text(body, problems)
         file.write_text(answer["text"], encoding="utf-8")
         words = [f"recipe={file}", f"language={language}"]  # the page's language, whatever the recipe's
+        # Problems of its own, which are dropped: `check_recipe` tells of wrong keys and values.
         loaded = problems.attempt(lambda: load(words, problems=messages.Problems()))
         if loaded is not None:
             answer["values"] = {key: inline(value) for key, value in leaves(to_dict(loaded.cfg))}
@@ -753,7 +755,7 @@ def examine_recipe(body: Body, folder: Path) -> dict[str, Any]:
 
 
 def _plan(loaded: LoadedConfig, machine: Machine) -> list[str]:
-    """Return the lines that `toolkit plan` prints."""
+    """Return the lines that `toolkit plan` prints; one that says why not, for a model whose size it would look up."""
     model = loaded.cfg.model
     if needs_lookup(model):
         return [tr("No plan: the size of {model} is not known here. `toolkit plan` looks it up.", model=model.path)]

@@ -59,7 +59,7 @@ def measure(cfg: schema.RunConfig, world_size: int, device: torch.device) -> Rat
     outline = outline_of(full_cfg)
     first_s, layer_s, first_flops, layer_flops = _time_layers(full_cfg, outline, device)
     speed = layer_flops / layer_s
-    link, latency_s = 1e12, 0.0  # of one rank, which sends nothing
+    link, latency_s = 1e12, 0.0  # of one rank, which sends nothing: as fast as can be
     if world_size > 1:
         sent, single = torch.ones(_ELEMENTS, device=device), torch.ones(1, device=device)
         seconds = _seconds(lambda: torch.distributed.all_reduce(sent))
@@ -145,7 +145,7 @@ def _gather_rate(
     layer_params = sizes[1] - sizes[0]
     # Of a micro-batch: weights forward and backward, and gradients.
     sent = 3 * layer_params * memory.WIDTHS[cfg.precision.dtype] * (world_size - 1) / world_size
-    return sent / max(zero3_layer_s - layer_s, 1e-6)
+    return sent / max(zero3_layer_s - layer_s, 1e-6)  # a difference of measured times may come out as 0 or less
 
 
 def longest_batch(cfg: schema.RunConfig, outline: Outline, model: torch.nn.Module) -> Batch:

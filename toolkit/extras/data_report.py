@@ -118,16 +118,16 @@ class Inspector:
             location = readers.place_of(file.path, line, item)
             facts.rows += 1
             try:
-                read = reader.read_all(rows.parse_row(row))
+                conversations = reader.read_all(rows.parse_row(row))
             except RowError as error:
                 facts.bad += 1
                 facts.note("unusable", str(error)[:80], location)
                 continue
-            for conversation in read:
+            for conversation in conversations:
                 self._inspect_conversation(conversation, location, facts)
             # A row counts once: a preference pair is its first conversation and the messages that only the other has.
-            first = read[0]
-            more = [message for other in read[1:] for message in other.messages if message not in first.messages]
+            first, *others = conversations
+            more = [message for other in others for message in other.messages if message not in first.messages]
             whole_row = replace(first, messages=[*first.messages, *more])
             waiting.append(((number, line, item), whole_row))
             size += sum(len(message["content"]) for message in whole_row.messages)
@@ -154,13 +154,13 @@ class Inspector:
                     facts.note("answer", what, where)
 
 
-def _add_measures(read: list[tuple[Place, formats.Conversation]], facts: Facts) -> None:
+def _add_measures(placed_rows: list[tuple[Place, formats.Conversation]], facts: Facts) -> None:
     """Add lengths, scripts, hashes and MinHashes of rows to the facts. Roles, texts, tools and calls go into the hash,
-    which tells equal rows; only the texts of user and assistant into scripts and MinHash. `read`: rows,
-    with their places.
+    which tells equal rows; only the texts of user and assistant, and plain texts, into scripts and MinHash.
+    `placed_rows`: the rows, each behind its place.
     """
     texts, asked, answered, hashes = [], [], [], []
-    for _, conversation in read:
+    for _, conversation in placed_rows:
         role_texts = [(str(message["role"]), str(message["content"])) for message in conversation.messages]
         asked.append(sum(len(text) for role, text in role_texts if role == "user"))
         answered.append(sum(len(text) for role, text in role_texts if role == "assistant"))
@@ -177,7 +177,7 @@ def _add_measures(read: list[tuple[Place, formats.Conversation]], facts: Facts) 
     facts.answered.append(np.array(answered, np.uint32))
     facts.hashes.append(np.array(hashes, np.uint64))
     facts.bins.append(min_hashes(texts))
-    facts.places.append(np.array([file_line_item for file_line_item, _ in read], np.uint32))
+    facts.places.append(np.array([file_line_item for file_line_item, _ in placed_rows], np.uint32))
 
 
 def _code_points(texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
@@ -258,8 +258,8 @@ def alike(facts: Facts) -> tuple[Alike, Alike]:
     """Return the rows that equal an earlier one, and among the others those that are similar to an earlier one."""
     if not facts.hashes:
         return Alike(0, []), Alike(0, [])
-    _, first, number = np.unique(np.concatenate(facts.hashes), return_index=True, return_inverse=True)
-    earlier = first[number]  # for every row the first one with its hash, which may be itself
+    _, firsts, numbers = np.unique(np.concatenate(facts.hashes), return_index=True, return_inverse=True)
+    earlier = firsts[numbers]  # for every row the first one with its hash, which may be itself
     rows = np.arange(len(earlier))
     similar = _similar_rows(np.concatenate(facts.bins), rows[earlier == rows])
     return _alike_rows(rows[earlier != rows], earlier), _alike_rows(np.flatnonzero(similar >= 0), similar)
@@ -285,12 +285,12 @@ def _similar_rows(bins: NDArray[np.uint32], distinct: NDArray[np.int64]) -> NDAr
         starts = np.flatnonzero(np.append(True, sorted_keys[1:] != sorted_keys[:-1]))  # of each group of equal bands
         first_of_band = np.repeat(rows[starts], np.diff(np.append(starts, len(rows))))  # for every row of `rows`
         row_before = np.append(rows[:1], rows[:-1])
-        for others in (first_of_band, row_before):
-            candidates = np.flatnonzero((others < rows) & (similar[rows] < 0))
+        for partners in (first_of_band, row_before):
+            candidates = np.flatnonzero((partners < rows) & (similar[rows] < 0))  # earlier ones, for rows without one
             # In parts, so that the copies of their bins stay small.
             for chunk in np.array_split(candidates, max(1, len(candidates) // 100_000)):
-                is_similar = (bins[rows[chunk]] == bins[others[chunk]]).mean(1) >= SIMILAR
-                similar[rows[chunk[is_similar]]] = others[chunk[is_similar]]
+                is_similar = (bins[rows[chunk]] == bins[partners[chunk]]).mean(1) >= SIMILAR
+                similar[rows[chunk[is_similar]]] = partners[chunk[is_similar]]
     return similar
 
 

@@ -174,11 +174,11 @@ def _apply(module: torch.nn.Module, function: Callable[[Any], Any], recurse: boo
     for name, parameter in module._parameters.items():
         if parameter is not None:
             with torch.no_grad():
-                made = function(parameter)
-            if made.device != parameter.device:
-                module._parameters[name] = torch.nn.Parameter(made, parameter.requires_grad)
-            elif made is not parameter:
-                parameter.data = made
+                result = function(parameter)
+            if result.device != parameter.device:
+                module._parameters[name] = torch.nn.Parameter(result, parameter.requires_grad)
+            elif result is not parameter:
+                parameter.data = result
     for name, buffer in module._buffers.items():
         module._buffers[name] = None if buffer is None else function(buffer)
     return module
@@ -298,7 +298,7 @@ class Watch(LiveBytes):
         return tensor.device.type == NAME
 
     def _add(self, key: int, num_bytes: int, tensor: torch.Tensor | None) -> None:
-        """Also record the event, with what was made."""
+        """Also record the event: what was made in the storage `key`, or that it was freed (`tensor` None)."""
         super()._add(key, num_bytes, tensor)
         what = ""
         if tensor is not None:

@@ -204,7 +204,7 @@ def check(
     served = serving.Served(folder, encoder, cases, preview.BRACKETS)
     short = sorted(cases, key=lambda case: case.start)[:_ANSWERS]  # those that are answered
     try:
-        with serving.llama_server(program, file, context=2 * longest) as url:
+        with serving.llama_server(program, file, context=2 * longest) as url:  # twice, to be safe
             prompts = serving.llama_prompts(url, cases)
             findings.append(serving.compare_prompts(served, "llama.cpp", prompts, [], note))
             answers = [serving.llama_answer(url, case.ids[: case.start], _ANSWER_TOKENS) for case in short]

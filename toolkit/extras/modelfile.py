@@ -143,18 +143,18 @@ def _candidates(system: Sequence[str], plain: Sequence[str]) -> Iterator[Turns]:
     # system message, that one, and what is written behind it.
     before_system, behind_system, behind_answer = system[0], system[1], plain[2]
     if plain[0].startswith(before_system) and plain[0].endswith(behind_system):
-        own = plain[0][len(before_system) : len(plain[0]) - len(behind_system)]
+        default_system = plain[0][len(before_system) : len(plain[0]) - len(behind_system)]
         # The beginning that both have in common ends a message, the rest begins a question.
         for length in range(min(len(behind_system), len(behind_answer)), -1, -1):
             if behind_system[:length] == behind_answer[:length]:
-                yield _turns("", system, plain, behind_system[length:], own)
+                yield _turns("", system, plain, behind_system[length:], default_system)
 
 
-def _turns(start: str, system: Sequence[str], plain: Sequence[str], user: str, own: str) -> Turns:
-    """Return the texts when `start` is written first, `user` before a question, and `own` as the system message."""
+def _turns(start: str, system: Sequence[str], plain: Sequence[str], user: str, default_system: str) -> Turns:
+    """Return the texts when `start` is written first, `user` before a question, `default_system` as system message."""
     before = {"system": system[0].removeprefix(start), "user": user, "assistant": plain[1]}
     after = {"system": system[1].removesuffix(user), "user": "", "assistant": plain[2].removesuffix(user)}
-    return Turns(start, before, after, plain[3], own)
+    return Turns(start, before, after, plain[3], default_system)
 
 
 def _texts(turns: Turns) -> list[str]:

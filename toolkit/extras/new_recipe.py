@@ -114,14 +114,14 @@ def data_facts(arguments: Arguments) -> dict[str, Any]:
         "sources": [] if data in groups["data"] else [source],
         "max_length": _LEAST_LENGTH,
     }
-    problems, cfg = Problems(), _compose(facts).cfg
-    check_sources(cfg.data, (), problems)
+    problems, loaded = Problems(), _compose(facts)
+    check_sources(loaded.cfg.data, (), problems)
     problems.raise_all()
-    formats, sizes = formats_and_sizes(cfg.data)
+    formats, sizes = formats_and_sizes(loaded.cfg.data)
     if not sizes:
         raise ConfigError("data = {data}: no rows to look at. Name a file, a directory or a pattern.", data=data)
     is_text = formats == [RowFormat.text]
-    cfg = _planned(_compose(facts)).cfg
+    cfg = _planned(loaded).cfg
     lengths = _token_counts(cfg)
     needed = _TEXT_LENGTH if is_text else _needed_length(lengths, sizes)
     limit = cfg.model.shape.max_positions if cfg.model.init is Init.random else position_limit(config_of(cfg))

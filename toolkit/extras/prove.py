@@ -242,12 +242,12 @@ def _write_small_model(plan: SweepPlan, sweep: SweepDir, cfg: schema.RunConfig, 
     """Write a small random model of the recipe's architecture into the sweep's directory, and let all runs train it."""
     folder = sweep.folder / "model"
     if not folder.exists():
-        heads = max(4, mesh.model_ranks(cfg))  # which tensor and sequence parallelism divide
-        made = run_reference(sweep.folder, recipe, {"folder": str(folder), "heads": heads})
+        heads = max(4, mesh.model_ranks(cfg))  # as in `shrink`, or what tensor and sequence parallelism divide
+        answer = run_reference(sweep.folder, recipe, {"folder": str(folder), "heads": heads})
         say(
             "{model}, made small: {count} random parameters in {folder}.",
             model=cfg.model.name or cfg.model.path,
-            count=f"{made['parameters']:,}",
+            count=f"{answer['parameters']:,}",
             folder=folder,
         )
     plan.fixed += [f"model.path={files.quoted(folder)}", "model.tokenizer=''", "model.revision=''"]
@@ -265,7 +265,7 @@ def _prove(proof: Proof, steps: int) -> dict[str, Any]:
             lines="\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]),
         )
     findings = proof.findings(job, [], proof.cfg)
-    resumed = _resume(proof, job)
+    resumed_deviation = _resume(proof, job)
     titles = {"losses": tr("losses"), "norms": tr("gradient norms"), "logits": tr("logits of the export")}
     say("")
     for line in text_table(
@@ -285,11 +285,12 @@ def _prove(proof: Proof, steps: int) -> dict[str, Any]:
         dtype=proof.cfg.precision.dtype.value,
         device=proof.device,
     )
-    if resumed:
-        say("Resumed at the middle, the losses deviate by {found} from those of the run.", found=f"{resumed:.1e}")
+    if resumed_deviation:  # also NaN, where it could not be resumed
+        shown = f"{resumed_deviation:.1e}"
+        say("Resumed at the middle, the losses deviate by {found} from those of the run.", found=shown)
     else:
         say("Resumed at the middle, the losses are those of the run bit for bit.")
-    is_right = all(finding.is_right for finding in findings) and resumed <= FLOOR["losses"]
+    is_right = all(finding.is_right for finding in findings) and resumed_deviation <= FLOOR["losses"]
     suspects = [] if is_right else _find_suspects(proof)
     return {
         "settings": proof.plan.fixed,
@@ -300,7 +301,7 @@ def _prove(proof: Proof, steps: int) -> dict[str, Any]:
             finding.name: {"found": finding.found, "rounding": finding.rounding, "limit": finding.limit}
             for finding in findings
         },
-        "resumed": resumed,
+        "resumed": resumed_deviation,
         "suspects": suspects,
         "is_right": is_right,
     }

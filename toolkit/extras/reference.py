@@ -116,8 +116,8 @@ def plain_optimizer(
         return torch.optim.SGD(groups, momentum=optim.momentum, **shared)
     if optim.name is schema.OptimizerName.adagrad:
         return torch.optim.Adagrad(groups, eps=optim.eps, **shared)
-    kind = torch.optim.AdamW if optim.name is schema.OptimizerName.adamw else torch.optim.Adam
-    return kind(groups, betas=betas, eps=optim.eps, **shared)
+    adam_class = torch.optim.AdamW if optim.name is schema.OptimizerName.adamw else torch.optim.Adam
+    return adam_class(groups, betas=betas, eps=optim.eps, **shared)
 
 
 def _batches(

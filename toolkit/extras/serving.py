@@ -218,7 +218,7 @@ def verify_serving(
     served = Served(folder, encoder, cases, style)
     findings = [_check_files(folder)]
     saved = probe.read(folder)  # ids and logits, by the training
-    probes = [found for found in (saved, _own_probe(folder, cases)) if found is not None]
+    probes = [logits_probe for logits_probe in (saved, _own_probe(folder, cases)) if logits_probe is not None]
     try:
         answer, logits = _ask_transformers(served, probes)
     except ModelError as error:
@@ -578,7 +578,8 @@ def _llama_cpp(folder: Path, cases: Sequence[Case]) -> Prompts:
             file = llama_cpp.convert(command, folder, Path(scratch, "model.gguf"))
         except ModelError as error:
             raise NotRun(str(error)) from error
-        with llama_server(program, file, context=2 * max(len(case.ids) for case in cases)) as url:
+        longest = max(len(case.ids) for case in cases)
+        with llama_server(program, file, context=2 * longest) as url:  # twice, to be safe
             return llama_prompts(url, cases)
 
 

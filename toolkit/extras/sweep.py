@@ -341,8 +341,8 @@ def _check_axis_ends(plan: SweepPlan, problems: messages.Problems) -> schema.Run
     """
     ends = {axis.key: axis.ends() for axis in plan.axes}
     first = {key: low for key, (low, _) in ends.items()}
-    others = [{**first, key: high} for key, (_, high) in ends.items()]
-    jobs = [[f"{key}={value}" for key, value in job.items()] for job in (first, *others)]
+    last_of_each = [{**first, key: high} for key, (_, high) in ends.items()]
+    jobs = [[f"{key}={value}" for key, value in job.items()] for job in (first, *last_of_each)]
     configs = plan.compose_all(jobs, problems)
     problems.raise_all()
     return configs[0]
