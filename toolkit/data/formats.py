@@ -128,7 +128,8 @@ class RowReader:
         if mapping.get(self.names["system"]) not in (None, ""):
             if messages[0]["role"] == "system":
                 raise RowError(
-                    "the row has a system message twice: under '{key}' and in the list. Remove one", key="system"
+                    "the row has a system message twice: under '{key}' and in the list. Remove one",
+                    key=self.names["system"],
                 )
             messages = [plain_message("system", required_text(mapping, self.names["system"])), *messages]
         return self._with_tools(mapping, messages)

@@ -315,7 +315,7 @@ def is_complete(folder: Path) -> bool:
         return manifest["fingerprint"] == folder.name and all(
             (folder / name).stat().st_size == size for name, size in sizes.items()
         )
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return False
 
 

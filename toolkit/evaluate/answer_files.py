@@ -237,8 +237,11 @@ def _merge_shards(output: Path, settings: Mapping[str, Any], window: int) -> boo
     shard_counts = {int(match[1]) for match in matches if match}
     if output.exists() or not shard_counts:  # `AnswerFile` will refuse an output that exists
         return False
-    shards = min(shard_counts)  # the smallest, if shards of several calls are there
-    files = [shard_of(output, number + 1, shards) for number in range(shards)]
+    # If shards of several calls are there: the complete ones.
+    files_by_count = {count: [shard_of(output, number + 1, count) for number in range(count)] for count in shard_counts}
+    complete = [count for count, files in files_by_count.items() if all(path.exists() for path in files)]
+    shards = min(complete or shard_counts)
+    files = files_by_count[shards]
     for number, path in enumerate(files, start=1):
         if not path.exists():
             raise ConfigError(

@@ -357,7 +357,8 @@ def _directories(folder: Path) -> tuple[list[Path], bool]:
     """
     try:
         with os.scandir(folder) as entries:
-            names = [entry.name for entry in islice(entries, _MOST_FOLDERS + 1) if not entry.name.startswith(".")]
+            visible = (entry.name for entry in entries if not entry.name.startswith("."))
+            names = [*islice(visible, _MOST_FOLDERS + 1)]
     except (FileNotFoundError, NotADirectoryError):
         return [], False
     return [folder / name for name in sorted(names)[:_MOST_FOLDERS]], len(names) > _MOST_FOLDERS

@@ -115,15 +115,16 @@ class Examination:
             self._summarise()
 
     def _clock_offsets(self, hosts: agents.Hosts) -> dict[str, float]:
-        """Return host -> how many seconds its clock is ahead of this one's. As in NTP, a host is taken to have read its
-        clock in the middle between question and answer.
+        """Return host -> how many seconds its clock is ahead of this one's, of the hosts that answer. As in NTP, a host
+        is taken to have read its clock in the middle between question and answer.
         """
         offsets = {}
         for host in self.facts:
             before = time.time()
             answer = hosts.hosts[host].ask("clock", self.limit_s)
             middle = (before + time.time()) / 2
-            offsets[host] = float(answer.get("time", before)) - middle
+            if "time" in answer:  # else the host has not answered in time
+                offsets[host] = float(answer["time"]) - middle
         return offsets
 
     def _summarise(self) -> None:

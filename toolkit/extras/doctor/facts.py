@@ -253,7 +253,7 @@ def _model_fingerprint(model: schema.ModelConfig) -> dict[str, Any]:
     from huggingface_hub import try_to_load_from_cache
 
     missing = {"path": model.path, "is_missing": True}
-    if not Path(model.path).name:  # "", where no path is set: it would be the working directory
+    if not model.path:  # it would be the working directory
         return missing
     if not files.is_hub_name(model.path):
         return _fingerprint(model.path, partial(_visible, Path(model.path)))

@@ -262,7 +262,7 @@ def clocks(offsets: Mapping[str, float]) -> list[Finding]:
     """Judge how far clocks are from the middle one, not from this machine's, which may be the one that is wrong.
     `offsets`: host -> its clock's from this one's, in seconds.
     """
-    middle = statistics.median_low(offsets.values())
+    middle = statistics.median_low(offsets.values() or [0.0])
     off = {host: offset - middle for host, offset in offsets.items() if abs(offset - middle) > 5}
     return [
         finding("clock off", level=ERROR if abs(seconds) > 60 else WARNING, host=host, seconds=f"{seconds:+.0f}")
