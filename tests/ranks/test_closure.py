@@ -8,8 +8,8 @@ from feature_costs import FEATURES, modules
 from ranks import run
 
 ROOT = Path(__file__).parents[2]
-MOST_FILES, MOST_LINES = 113, 26_500
-"""Measured: 113 files, 26,499 lines. Files are divided by what they serve: their number is a bound, and no aim."""
+MOST_FILES, MOST_LINES = 113, 26_600
+"""Measured: 113 files, 26,564 lines. Files are divided by what they serve: their number is a bound, and no aim."""
 
 
 def test_a_plain_run_imports_what_it_uses(tmp_path: Path) -> None:
