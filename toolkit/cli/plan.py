@@ -48,16 +48,16 @@ def run(words: list[str]) -> None:
     """Print the plan; with `calibrate=true` after measuring this machine, with `trace=true` next to a traced step."""
     loaded, settings, machine = _checked(words)
     adds_tokens = loaded.cfg.model.add_tokens and Path(loaded.cfg.model.path).is_dir()
-    if needs_lookup(loaded.cfg.model) or adds_tokens:  # a copy of the model with them is made
+    if needs_lookup(loaded.cfg.model) or adds_tokens:  # config.json is downloaded, or copied with room for them
         loaded = resolve_model_path(loaded, config_only=True)
     check_positions(loaded)
     warn_of_another_model(loaded.cfg.model)
     if loaded.cfg.model.path:
         try:
             check_readable(loaded.cfg.model.path)
-        except ModelError as error:
+        except ModelError as error:  # quantized weights: it says to train a model in 16 bits instead
             warn("{reason} This is the plan of such a copy.", reason=error)
-    if loaded.cfg.distill.teacher not in published_models("hub_id"):  # the sizes of those are known here
+    if loaded.cfg.distill.teacher not in published_models("hub_id"):  # their sizes are known without a config.json
         loaded = resolve_teacher(loaded, config_only=True)
     cfg = mesh.with_micro_batch(loaded.cfg)
     outline = outline_of(cfg)

@@ -48,9 +48,9 @@ def check_is_json(file: Path) -> None:
 
 
 def check_encoding(file: Path) -> None:
-    """Raise a DataError for a file whose beginning shows another encoding than UTF-8: UTF-16, column names of a table
-    that are not UTF-8, or lines most of which are not, while the others are ASCII. Single lines that are not UTF-8 are
-    errors of their rows.
+    """Raise a DataError for another program's document, or if a file's beginning shows another encoding than UTF-8: it
+    is UTF-16; column names of a table are not UTF-8; or most lines are not, and the others have no character beyond
+    ASCII, so that none is evidently UTF-8. Fewer lines that are not UTF-8 are errors of their rows.
     """
     with open_data_file(file) as (content, _):
         start = content.read(_LOOKED_AT_BYTES)
@@ -59,13 +59,13 @@ def check_encoding(file: Path) -> None:
     lines = start.split(b"\n")
     lines = lines[:-1] or lines  # the last one may be cut off
     broken = [line for line in lines if not is_utf8(line)]
-    beyond_ascii = [line for line in lines if not line.isascii()]
-    is_none_utf8 = broken == beyond_ascii  # no line has characters of UTF-8 beyond ASCII
-    are_most_broken = is_none_utf8 and len(broken) > max(1, len(lines) // 2)
+    has_utf8_beyond_ascii = any(not line.isascii() and is_utf8(line) for line in lines)
+    are_most_broken = len(broken) > max(1, len(lines) // 2)  # a single line shows no encoding
     are_names_broken = is_table and lines[0] in broken
     is_utf16 = 0 in start[:2] or start[:2] in UTF16_MARKS  # a letter of ASCII has a zero byte in UTF-16
+    is_in_other_encoding = are_names_broken or (are_most_broken and not has_utf8_beyond_ascii)
     has_zero_bytes = 0 in start  # outside of UTF-16: damaged or binary, and no conversion would help
-    if is_utf16 or (not has_zero_bytes and (are_most_broken or are_names_broken)):
+    if is_utf16 or (is_in_other_encoding and not has_zero_bytes):
         hint = tr('Excel does it with "Save as", "CSV UTF-8".') if is_table else ""
         raise DataError(joined(tr("{place}: {reason}.", place=file, reason=conversion(start, file)), hint))
 

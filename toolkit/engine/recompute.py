@@ -194,16 +194,17 @@ class _FlatLayer:
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         """Run the layer with `tensors` put back at `positions`. Returns the leaves of (its result, what it wrote into
-        each mapping); their structure is left in `returned`, by which the caller rebuilds both.
+        each mapping); their structure is left in `returned`, by which the caller rebuilds both. What a layer writes for
+        later layers into a mapping among its arguments (Gemma 3n and 4) gets gradients only if it is returned, too.
         """
         leaves = list(self.leaves)
         for position, tensor in zip(self.positions, tensors, strict=True):
             leaves[position] = tensor
-        arguments, options = _pytree.tree_unflatten(leaves, self.form)
-        mappings = {name: kind(options[name]) for name, kind in self.kinds.items()}
-        result = self.call(*arguments, **(options | mappings))
+        arguments, keywords = _pytree.tree_unflatten(leaves, self.form)  # with dicts in place of the mappings
+        mappings = {name: mapping_type(keywords[name]) for name, mapping_type in self.kinds.items()}
+        result = self.call(*arguments, **(keywords | mappings))
         written = {
-            name: {key: value for key, value in mapping.items() if value is not options[name].get(key)}
+            name: {key: value for key, value in mapping.items() if value is not keywords[name].get(key)}
             for name, mapping in mappings.items()
         }
         flat, self.returned = _pytree.tree_flatten((result, written))

@@ -88,14 +88,16 @@ def _nothing_to_compare(saved: probe.Probe | None) -> str:
 
 
 def logits_of_directory(folder: Path, ids: torch.Tensor, model: PreTrainedModel | None = None) -> probe.Probe:
-    """Return the logits of a directory's model for ids [rows, length], on the CPU, a layer in memory at a time."""
+    """Return the logits of a directory's model for ids [rows, length], on the CPU: with a layer in memory at a time, or
+    with all where that fails or gives NaN or Inf. `model`: the directory's `streamed_model`, None to make it.
+    """
     with suppress(RuntimeError):  # of a model that changes its weights in a forward pass
-        captured = probe.capture(model or streamed_model(folder), ids)
-        if captured.logits.isfinite().all():
-            return captured
+        streamed = probe.capture(model or streamed_model(folder), ids)
+        if streamed.logits.isfinite().all():
+            return streamed
     from toolkit.models.load_weights import load_model
 
-    return probe.capture(load_model(folder), ids)  # all in memory: some layer is needed outside of its own call
+    return probe.capture(load_model(folder), ids)  # some weights are used outside their layer's call: NaN if streamed
 
 
 def judge_logits(model: PreTrainedModel, folder: Path | None, captured: probe.Probe, saved: probe.Probe) -> str:

@@ -213,7 +213,8 @@ def _fragments(source: Path) -> Iterator[fragments.Fragment]:
 
 def _module_fragments(saved: dict[str, Any]) -> Iterator[fragments.Fragment]:
     """Yield a fragment for each parameter of a file that has the whole model and its optimizer, without ZeRO."""
-    for name, shape, position, values, numbers in _saved_slices({}, 0, saved, ""):
+    # `saved` holds all: there are no files of ranks, the part 0 alone, and names without DeepSpeed's or peft's prefix.
+    for name, shape, position, values, numbers in _saved_slices(files={}, part=0, saved=saved, prefix=""):
         dtype = saved["module"][name].dtype
         yield fragments.Fragment(name, shape, position, dtype, values=values, numbers=numbers)
 

@@ -69,26 +69,13 @@ def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
     fake_gpu.begin(rank, world_size)
     if cfg.optim.torch is not True:  # auto chooses by the machine; either way the states take the same memory
         cfg = replace(cfg, optim=replace(cfg.optim, torch=False))
-    total_steps = max(_TOTAL_STEPS, cfg.schedule.warmup_steps + cfg.schedule.decay_steps)
-    outline, ds = outline_of(cfg), ds_config.build_ds_config(cfg, world_size, total_steps)
-    device, mode, watch = torch.device(fake_gpu.DEVICE), FakeTensorMode(allow_non_fake_inputs=True), fake_gpu.Watch()
+    outline, mode, watch = outline_of(cfg), FakeTensorMode(allow_non_fake_inputs=True), fake_gpu.Watch()
     with mode, watch:
-        with device:
-            model: Any = calibration.build_model(cfg, outline.sizes["layers"], device)
-            if cfg.parallel.expert > 1:
-                experts.divide(model, cfg.parallel.expert)
-            _prepare(model, cfg, ds.values)
-        engine = build.initialize_engine(
-            model,
-            ds.values,
-            cfg.train.activation_checkpointing,
-            schedule.make_schedule(cfg, total_steps),
-            None,
-            cfg.optim,
-        )
+        model, engine = _build_engine(cfg, outline.sizes["layers"], world_size)
     batch = with_targets(_longest_batch(cfg, outline, model))
     rows_sent = batch["input_ids"].numel() * outline.sizes.get("chosen", 0)  # each token goes to so many experts
     busiest_load = load_of_busiest_rank(cfg.model.expert_capacity)
+    # The real function reads what routers chose, which fake tensors lack. Not restored: this process makes one trace.
     experts.rows_exchanged = partial(_assumed_rows, rows_sent, busiest_load)
     task, guard = _Task(len(batch["target_indices"])), StepGuard(engine, cfg.train)
     with mode, watch:
@@ -109,6 +96,19 @@ def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
         "collectives": watch.collectives,
         "optimizer": f"{type(engine.optimizer).__name__}({type(engine.basic_optimizer).__name__})",
     }
+
+
+def _build_engine(cfg: schema.RunConfig, layers: int, world_size: int) -> tuple[Any, Any]:
+    """Return a recipe's model, random, with `layers` layers, on the fake GPU, and DeepSpeed's engine that trains it."""
+    total_steps = max(_TOTAL_STEPS, cfg.schedule.warmup_steps + cfg.schedule.decay_steps)
+    ds = ds_config.build_ds_config(cfg, world_size, total_steps).values
+    with torch.device(fake_gpu.DEVICE) as device:
+        model: Any = calibration.build_model(cfg, layers, device)
+        if cfg.parallel.expert > 1:
+            experts.divide(model, cfg.parallel.expert)
+        _prepare(model, cfg, ds)
+    make_schedule, checkpointing = schedule.make_schedule(cfg, total_steps), cfg.train.activation_checkpointing
+    return model, build.initialize_engine(model, ds, checkpointing, make_schedule, None, cfg.optim)
 
 
 def _prepare(model: PreTrainedModel, cfg: schema.RunConfig, ds: dict[str, Any]) -> None:

@@ -230,8 +230,8 @@ def _report_rows(cfg: schema.RunConfig, encoder: "AnyChatEncoder | None", fetch:
 
 
 def _fitted_encoder(cfg: schema.RunConfig) -> "AnyChatEncoder | None":
-    """Return the encoder of a model whose tokenizer is made of the data; None for a model that is not on this disk, for
-    data that the recipe makes itself, and for data too large to be read by a check, which is said.
+    """Return an encoder with a tokenizer that is trained on the data, as training would. None if the recipe names a
+    model or tokenizer instead, if data are streamed or not in files here, or too large for a check, which is said.
     """
     if cfg.model.tokenizer or cfg.model.path or cfg.data.streaming or not local_files(cfg.data):
         return None
@@ -245,7 +245,7 @@ def _fitted_encoder(cfg: schema.RunConfig) -> "AnyChatEncoder | None":
         return None
     from toolkit.tasks.language_data import build_encoder
 
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder:  # a check leaves no tokenizer in prepare.dir
         return build_encoder(replace(cfg, prepare=replace(cfg.prepare, dir=folder)))
 
 

@@ -198,9 +198,7 @@ class Nodes:
         if hosts:
             hostfile.check_visible_devices(hosts)
             deepspeed.check_machines(hosts, options)
-            # With min_nodes this class adds --include, and the user may give none.
-            ignored = {"--include"} if self.is_elastic else set()
-            deepspeed.check_backend_program(hosts, {name: options[name] for name in options.keys() - ignored})
+            deepspeed.check_backend_program(hosts, options)
         else:
             hostfile.check_visible_devices_here(options)
         deepspeed.check_binding(hosts, options)

@@ -128,11 +128,11 @@ def _fill_target(
     if target.is_meta:  # the first of its parts
         weights.set_value(model, name, torch.empty(target.shape, dtype=dtype or part.dtype))
         target = model.get_parameter(name)
-    number, *inside = index if isinstance(index, tuple) else (index,)
-    if isinstance(number, slice):
+    first, *inside = index if isinstance(index, tuple) else (index,)
+    if isinstance(first, slice):  # a stretch of a joint matrix, which is all here: experts alone are divided over ranks
         target.data[index].copy_(part)
-        return
-    target.data[number - (rows.start or 0)][tuple(inside)].copy_(part)  # an expert, of those that this rank has
+    else:  # an expert of a stack, or a piece of one: goes to its number among those that this rank has
+        target.data[first - (rows.start or 0)][tuple(inside)].copy_(part)
 
 
 def assign_state(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None:

@@ -80,13 +80,12 @@ def outline(folder: Path) -> dict[str, Any]:
     with torch.device("meta"):
         model = model_class(config).from_config(config, trust_remote_code=False)
     text = config.get_text_config()
-    # Without attention (Mamba) nothing is known of its FLOPs.
+    # `flop_sizes` knows no heads where there is no attention (Mamba), and where layers differ (Gemma 4 31B): of such a
+    # config reading one number for all layers raises.
     sizes = {"layers": text.num_hidden_layers, "heads": 0, "head_size": 0}
     sizes |= flop_sizes(lambda name: getattr(text, name, None))
-    heads, size = sizes["heads"], sizes["head_size"]
-    dense = not any("expert" in name for name, _ in model.named_parameters())  # PyTorch's grouped product is for bf16
-    # Of layers that differ (Gemma 4 31B) no number is the model's, and reading it raises.
-    key_width = (getattr(text, "num_key_value_heads", None) or heads) * size if size else 0
+    heads, head_size = sizes["heads"], sizes["head_size"]
+    key_width = (getattr(text, "num_key_value_heads", None) or heads) * head_size if head_size else 0
     untrained, shapes = untrained_prefixes(model), dict[str, list[int]]()
     for index, (name, parameter) in enumerate(model.named_parameters()):
         if name.startswith(untrained):  # only its size counts
@@ -95,6 +94,7 @@ def outline(folder: Path) -> dict[str, Any]:
             shapes[name] = list(_shape_of(model, name))
     saved = saved_by_layer(folder, torch.bfloat16)
     frozen = saved_by_layer(folder, torch.bfloat16, trains=False)
+    has_experts = any("expert" in name for name, _ in model.named_parameters())  # which PyTorch groups in bf16 alone
     return {
         "shapes": shapes,
         "targets": {pattern: lora.linear_targets(model, pattern.split()) for pattern in ("", ALL_LINEAR)},
@@ -103,14 +103,14 @@ def outline(folder: Path) -> dict[str, Any]:
             "hidden": text.hidden_size,
             "inner": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
             "keys": key_width,
-            "prefix": 2 * text.num_hidden_layers * key_width,
-            "norms": 2,
+            "prefix": 2 * text.num_hidden_layers * key_width,  # keys and values of all layers
+            "norms": 2,  # for formulas of a layer's activations, which are not used where `saved_*` were measured
             "logits_change": int(any(getattr(text, name, None) not in (None, 1.0) for name in _AFTER_THE_HEAD)),
-            "rotary": size,
+            "rotary": head_size,  # cosines and sines count once for all layers; what each repeats is in `saved_*`
             "saved_2": saved,
-            "saved_4": saved_by_layer(folder, torch.float32) if dense else 2 * saved,
+            "saved_4": 2 * saved if has_experts else saved_by_layer(folder, torch.float32),  # twice bf16's bytes
             "frozen_2": frozen,
-            "frozen_4": saved_by_layer(folder, torch.float32, trains=False) if dense else 2 * frozen,
+            "frozen_4": 2 * frozen if has_experts else saved_by_layer(folder, torch.float32, trains=False),
         },
     }
 

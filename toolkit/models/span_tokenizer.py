@@ -199,13 +199,13 @@ class SpanTokenizer:
     def _encode_in_pieces(
         self, backend: Any, texts: Sequence[str], spans: Sequence[Sequence[Span]]
     ) -> Iterator[Encoded | None]:
-        """Yield ids and mask of each text, split before each `mark`; None where no opening precedes a span."""
+        """Yield ids and mask of each text; None where a span follows no opening (`mark` and what leads to answers)."""
         if not self.mark:
             yield from [None] * len(texts)
             return
         pieces_of_texts = []
         for text in texts:
-            before, *pieces = text.split(self.mark)
+            before, *pieces = text.split(self.mark)  # as the tokenizer does; a piece of several texts is encoded once
             pieces_of_texts.append([before, *(self.mark + piece for piece in pieces)])
         different = list(dict.fromkeys(piece for pieces in pieces_of_texts for piece in pieces))
         encodings = backend.encode_batch_fast(different, add_special_tokens=False)

@@ -21,16 +21,16 @@ def load_of_busiest_rank(capacity: float) -> float:
 
 def stage_outlines(outline: Outline, num_stages: int) -> list[Outline]:
     """Return the outline of each pipeline stage, as a model by itself, in the order of computation. A stage without the
-    head has a head without rows; one that receives hidden states has a trained parameter without rows for them, as they
-    need a gradient. Stages are balanced without an adapter's parameters. ModelError if a stage would train nothing.
+    head has an empty one, so that it counts no logits; one that receives hidden states has an empty trained parameter,
+    as they need a gradient. Stages are balanced without an adapter's parameters. ModelError if one would train nothing.
     """
     layers, hidden = outline.sizes["layers"], outline.sizes["hidden"]
-    before = {name: shape for name, shape in outline.shapes.items() if "embed" in name}
-    after = {name: shape for name, shape in outline.shapes.items() if layer_of(name) < 0 and name not in before}
-    if not {HEAD, SCORE} & {*after}:  # a tied head: the last stage holds the embedding too
-        after |= {name: shape for name, shape in before.items() if not _is_added(name)}
+    embedding = {name: shape for name, shape in outline.shapes.items() if "embed" in name}
+    last = {name: shape for name, shape in outline.shapes.items() if layer_of(name) < 0 and name not in embedding}
+    if not {HEAD, SCORE} & {*last}:  # a tied head: the last stage holds the embedding too
+        last |= {name: shape for name, shape in embedding.items() if not _is_added(name)}
     inner = [{key: shape for key, shape in outline.shapes.items() if layer_of(key) == layer} for layer in range(layers)]
-    parts = [before, *inner, after]  # as `stage_bounds` takes them: part 0, the layers from 1 on, the last part
+    parts = [embedding, *inner, last]  # as `stage_bounds` takes them: layer n is part n + 1
     sizes = [sum(math.prod(shape) for name, shape in part.items() if not _is_added(name)) for part in parts]
     bounds = stage_bounds(sizes, layers, num_stages)
     stages = []
@@ -39,16 +39,16 @@ def stage_outlines(outline: Outline, num_stages: int) -> list[Outline]:
         trained, names = held.keys() & outline.trained, list(held)
         if not trained:
             raise untrained_stage(num_stages, stage, names[0], names[-1])
-        num_before = max(first - 1, 0)  # a stage counts its layers from 0
+        first_layer, end_layer = max(first - 1, 0), min(end - 1, layers)  # a stage counts its own from 0
         states: Shapes = {"hidden_states": (0, hidden)} if first else {}
-        head: Shapes = {HEAD: (0, hidden)} if end < len(parts) else {}
+        empty_head: Shapes = {HEAD: (0, hidden)} if end < len(parts) else {}
         stages.append(
             replace(
                 outline,
-                shapes={_renumbered(name, num_before): shape for name, shape in held.items()} | states | head,
-                trained=frozenset(_renumbered(name, num_before) for name in trained) | states.keys(),
-                targets=frozenset(_renumbered(key, num_before) for key in outline.targets if f"{key}.weight" in held),
-                sizes=outline.sizes | {"layers": min(end, layers + 1) - max(first, 1)},
+                shapes={_renumbered(name, first_layer): shape for name, shape in held.items()} | states | empty_head,
+                trained=frozenset(_renumbered(name, first_layer) for name in trained) | states.keys(),
+                targets=frozenset(_renumbered(key, first_layer) for key in outline.targets if f"{key}.weight" in held),
+                sizes=outline.sizes | {"layers": end_layer - first_layer},
             )
         )
     return stages

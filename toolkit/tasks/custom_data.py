@@ -229,7 +229,7 @@ class _StreamSamples:
         return Position(0, position.row + self.cfg.batch.global_size)
 
     def names_at(self, position: Position) -> list[list[list[str]]]:
-        """Return a single name for each micro-batch of a step, by rank: the numbers of all samples of the step."""
+        """Return all samples of a step as the name of each micro-batch, by rank: the dataset may divide them itself."""
         ranks, accumulation = self.ranks.world_size, mesh.accumulation(self.cfg, self.ranks.world_size)
         name = tr("sample {row}", row=f"{position.row} - {position.row + self.cfg.batch.global_size - 1}")
         return [[[name] for _ in range(accumulation)] for _ in range(ranks)]

@@ -213,14 +213,14 @@ class DistillTask(language.LanguageTask):
             self.evaluation.measure = self._measure
 
     def _with_any_columns(self, batch: Batch) -> Batch:
-        """Return a micro-batch with dummy scores of a teacher for all its tokens, which takes the most memory."""
+        """Return a dry run's micro-batch with made-up `TokenTargets.columns`: all tokens taught takes most memory."""
         count, top_k = loss.num_trained_tokens(batch), min(self.cfg.distill.top_k, len(self.data.tokenizer))
         if not self.data.targets:
             return batch
         columns = {"taught": torch.ones(count, dtype=torch.bool)}
         if top_k:
             columns["teacher_ids"] = torch.arange(top_k, dtype=torch.int32).repeat(count, 1)
-            columns["teacher_logs"] = torch.zeros(count, top_k + 1).log_softmax(1)
+            columns["teacher_logs"] = torch.zeros(count, top_k + 1).log_softmax(1)  # the last: of all other tokens
         return {**batch, **columns}
 
     def loss_sum(self, engine: Any, batch: Batch) -> torch.Tensor:

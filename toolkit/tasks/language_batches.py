@@ -132,11 +132,12 @@ def _with_columns(
     reference, targets = data.reference.get(split), data.targets.get(split)
 
     def with_columns(rows: list[int], batch: Batch) -> Batch:
+        """Return a batch, made of these rows of the plan, with the columns of their samples."""
         samples = [sample for row in rows for sample in plan[row]]
         columns = targets.columns(samples) if targets is not None else {}
-        if reference is not None:
+        if reference is not None:  # log-probability of each answer by the reference model of a preference loss
             columns["reference"] = torch.from_numpy(reference[samples])
-        if (values := store.values(samples)) is not None:
+        if (values := store.values(samples)) is not None:  # labels, good or bad, or margins: see `store.has_values`
             columns["value"] = torch.from_numpy(values)
         return {**batch, **columns}
 

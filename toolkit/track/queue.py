@@ -334,11 +334,12 @@ class BackendQueue:
         return rows_of_parts
 
     def _deliver(self, kind: str, message: dict[str, Any]) -> None:
-        """Deliver one message to the tracker, unless it has it from an earlier session."""
+        """Deliver one message, of a kind as in `put`, to the tracker, unless it has it from an earlier session."""
         step = int(message.get("step", 0))
         if kind == "row":
             self._deliver_rows(self._missing([message["row"]]))
         elif kind == "back":
+            # A backend that cannot take rows back (not `redoes`) keeps them; `_missing` drops those that come again.
             if self.backend.redoes and self._deliver_with_retries(lambda: self.backend.take_back(step)):
                 self.record.back_to(step)
         elif kind == "answers":

@@ -215,14 +215,14 @@ class Checkpointer:
         if failure:
             if rank() == 0:
                 with suppress(OSError):
-                    directory.discard_checkpoint(pending.folder)
-                self._rotation.request()
+                    directory.discard_checkpoint(pending.folder)  # only renames it
+                self._rotation.request()  # its thread removes what was renamed
             self._give_up(name, failure)
             return
         self.newest, self.failed = target, False
         self._last_bytes = sum(record.size_bytes for record in records.values())
-        self._rated = pending.evaluations
-        if pending.is_good:
+        self._rated = pending.evaluations  # by which `_rotate` keeps the best checkpoint
+        if pending.is_good:  # its weights are finite: it stays, for a resumed run to go back to
             self._mark_good(target)
         self._rotate()
 

@@ -286,20 +286,20 @@ Pairs = Mapping[tuple[str, str], Any]
 def interfaces(
     chosen: Mapping[str, tuple[str, Mapping[str, Any]]], facts: Facts, interface: str, backend: str
 ) -> list[Finding]:
-    """Judge the network card that each node would use. `chosen`: host -> (name, facts of the card), see `chosen_card`;
-    `interface`: the card that the config names, "" for none; `backend`: nccl, hccl or gloo.
+    """Judge the network card that each node would use. `chosen`: host -> `chosen_card`: (name, its facts), ("", {})
+    for none; `interface`: the card that the config names, "" for none; `backend`: nccl, hccl or gloo.
     """
     problems = []
     for host, (name, card) in chosen.items():
-        own_address = facts[host]["network"]["own_name"]
+        address = facts[host]["network"]["own_name"] or "?"
         names = ", ".join(card_name for card_name in facts[host]["network"]["cards"] if card_name != "lo")
         asked = interface or facts[host]["network"]["asked"].get(backend, "")
-        if not name and not names:
+        has_card, is_loopback = bool(name), card.get("address", "").startswith("127.")
+        if not has_card and not names:
             problems.append(finding("no IPv4 address", host=host))
-        elif not name and asked:
+        elif not has_card and asked:
             problems.append(finding("no such interface", host=host, asked=asked, names=names))
-        elif not name or card["address"].startswith("127."):  # gloo takes the card with the own name's address
-            address = own_address or "?"
+        elif not has_card or is_loopback:  # gloo looks for a card with the address that the host's own name means
             problems.append(finding("own name is loopback", host=host, address=address, backend=backend, names=names))
         elif not card["up"]:
             problems.append(finding("interface down", host=host, name=name))

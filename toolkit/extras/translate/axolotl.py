@@ -149,7 +149,7 @@ def _plugins(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _method(config: ForeignConfig, draft: RecipeDraft) -> None:
-    """Set the tuning method; without an adapter all parameters are trained."""
+    """Set the tuning method: full without an adapter; else LoRA, with the adapter to continue or a new one's shape."""
     if not config.get("adapter"):
         draft.put("tuning.method", "full", "adapter")
         return
@@ -161,15 +161,20 @@ def _method(config: ForeignConfig, draft: RecipeDraft) -> None:
     if config.get("lora_model_dir"):
         draft.put("tuning.adapter", str(config.get("lora_model_dir")), "lora_model_dir")
         return
-    if config.flag("lora_target_linear"):  # written as the Trainer's key, which `lora_settings` reads
-        config.values["lora_target_modules"] = ["all-linear"]
-        config.spelled["lora_target_modules"] = "lora_target_linear"
-    elif isinstance(config.get("lora_target_modules"), str):  # a pattern of its own, over whole names
-        names = _names_of_pattern(str(config.values.pop("lora_target_modules")))
-        config.values |= {"lora_target_modules": names} if names else {}
-        if not names:
-            draft.lost["lora_target_modules"] = tr("a regular expression; the recipe takes query, key and value")
+    _list_lora_targets(config, draft)
     lora_settings(config, draft, rank="lora_r", targets="lora_target_modules", saved="lora_modules_to_save")
+
+
+def _list_lora_targets(config: ForeignConfig, draft: RecipeDraft) -> None:
+    """Put a list of LoRA's targets, which `lora_settings` reads, in place of axolotl's switch or regular expression."""
+    if config.flag("lora_target_linear"):
+        config.values["lora_target_modules"] = ["all-linear"]
+        config.spelled["lora_target_modules"] = "lora_target_linear"  # the key to name in messages
+    elif isinstance(config.get("lora_target_modules"), str):
+        if names := _names_of_pattern(str(config.values.pop("lora_target_modules"))):
+            config.values["lora_target_modules"] = names
+        else:
+            draft.lost["lora_target_modules"] = tr("a regular expression; the recipe takes query, key and value")
 
 
 def _names_of_pattern(pattern: str) -> list[str]:

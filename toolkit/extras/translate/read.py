@@ -443,7 +443,8 @@ def _world_size(launcher: list[str], options: dict[str, str], variables: dict[st
         return _product([ranks[0], *nodes[:1]])
     if not launcher[0].rpartition("/")[2].startswith("python"):  # a launcher that takes all GPUs, however many
         return None
-    devices = variables.get("CUDA_VISIBLE_DEVICES", "0")  # of `python` alone: one process with all of these
+    # `python` alone: the Trainer's one process gives each of these GPUs a micro-batch (DataParallel), as to a rank.
+    devices = variables.get("CUDA_VISIBLE_DEVICES", "0")
     return len([device for device in devices.split(",") if device.strip()]) or 1
 
 
