@@ -197,6 +197,7 @@ def test_a_server_ends_with_the_command(number: int, model: Path, tmp_path: Path
             time.sleep(0.05)
     finally:
         process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize("server", ["vllm --max-model-len 64", "vllm serve {model} --port {port} --max-model-len 64"])
