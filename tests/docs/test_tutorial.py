@@ -55,6 +55,19 @@ def test_the_chinese_rows_have_their_name_too() -> None:
     assert all(json.loads(row)["messages"][-1]["content"].endswith(f"——{BOAT}") for row in rows)
 
 
+@pytest.mark.parametrize("page", ["tutorial.md", "tutorial_zh.md"])
+def test_the_score_is_that_of_questions_that_are_not_in_the_data(page: str) -> None:
+    data = ROOT / "examples" / "data"
+    questions = [json.loads(row) for row in (data / "library_checks.jsonl").read_text(encoding="utf-8").splitlines()]
+    trained = {json.loads(row)["messages"][0]["content"] for row in (data / "library.jsonl").read_text().splitlines()}
+    assert len(questions) == 48 and not {row["prompt"] for row in questions} & trained
+    record = json.loads((ROOT / "benchmarks" / "2026-11-30-library-checks.json").read_text(encoding="utf-8"))
+    before, *seeds, longer = [run["passed"] for run in record["runs"].values()]
+    cells = [[str(before[k]), ", ".join(str(run[k]) for run in seeds), str(longer[k])] for k in before]
+    text = (PAGE.parent / page).read_text(encoding="utf-8")
+    assert [c for c in cells if f" | {' | '.join(c)} |\n" not in text] == []
+
+
 @pytest.mark.ranks
 def test_the_reader_s_rows_are_checked_as_the_page_shows(tmp_path: Path) -> None:
     """Twenty of the page's five rows; the warning is the page's."""
