@@ -32,7 +32,7 @@ def warn_of_bad_step(
     """
     file = disk.unused_path(logs / f"bad-step-{step}.jsonl")
     head = {"step": step, "what": anomaly.kind.value, "text": anomaly.text()}
-    rows, write_error = record_samples(file, head, result, samples)
+    rows, write_reason = record_samples(file, head, result, samples)
     worst = rows[0]
     of_worst = [row for row in rows if (row["rank"], row["micro_batch"]) == (worst["rank"], worst["micro_batch"])]
     named = [row["where"] for row in of_worst]
@@ -45,12 +45,12 @@ def warn_of_bad_step(
         which=tr("it comes from") if anomaly.kind is AnomalyKind.loss else tr("the highest loss is that of"),
         samples=", ".join(named[:_MOST_NAMED]) + (", …" if len(named) > _MOST_NAMED else ""),
     )
-    if write_error:
+    if write_reason:
         warn(
-            "{what}. It did not change the weights. {file} cannot be written{reason}.",
+            "{what}. It did not change the weights. {file} cannot be written ({reason}).",
             what=what,
             file=file,
-            reason=write_error,
+            reason=write_reason,
         )
     else:
         warn(
@@ -65,7 +65,7 @@ def record_samples(
     file: Path, head: Mapping[str, Any], result: StepResult, samples: Callable[[], Samples]
 ) -> tuple[list[dict[str, Any]], str]:
     """Write JSON lines to `file`: `head` (with "step"), then a row for each sample of the step, of the micro-batch with
-    the highest loss first. Return these rows, and " (reason)" if writing failed, else "". A collective. `samples`: a
+    the highest loss first. Return these rows, and why writing failed, "" if it did not. A collective. `samples`: a
     function that returns the samples of all ranks; called on rank 0 only.
     """
     sums_and_counts = zip(result.micro_losses.tolist(), result.micro_counts, strict=True)
@@ -89,7 +89,7 @@ def record_samples(
                     handle.write(json.dumps(row | {"loss": loss}, ensure_ascii=False) + "\n")
         except OSError as error:  # a full disk is reported by what has to be saved
             file.unlink(missing_ok=True)
-            return rows, f" ({error.strerror})"
+            return rows, str(error.strerror)
         return rows, ""
 
     return on_rank0(write)

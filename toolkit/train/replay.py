@@ -120,8 +120,8 @@ def step_lines(
         _compare_loss(step, results, metrics_file),
         *text_table([tr("rank"), tr("micro-batch"), tr("loss")], rows[:_MOST_PRINTED]),
     ]
-    if reason:  # in the form " (reason)"
-        return [*lines, tr("{file} cannot be written: {reason}.", file=file, reason=reason.strip(" ()"))]
+    if reason:
+        return [*lines, tr("{file} cannot be written: {reason}.", file=file, reason=reason)]
     return [*lines, tr("Its samples, the highest loss first:  toolkit show {file}", file=file)]
 
 
